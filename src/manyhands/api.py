@@ -1,0 +1,91 @@
+"""Joins the stages: nn.Module -> Graph -> Plan -> programs -> trained weights, in one direction."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster, local_cluster
+from manyhands.ir.codec import digest
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan
+from manyhands.planning.checking import check
+from manyhands.planning.lowering import Lowered
+from manyhands.planning.lowering import lower as lower_plan
+from manyhands.planning.simulation import Timeline
+from manyhands.planning.simulation import simulate as simulate_programs
+from manyhands.planning.strategies import plan_by_name
+from manyhands.runtime.inprocess import run_in_process
+from manyhands.runtime.transport import Transport
+from manyhands.runtime.weights import split_weights
+from manyhands.runtime.worker import Batch, Worker
+from manyhands.tracing.graphs import Traced
+from manyhands.tracing.graphs import trace as trace_model
+from manyhands.verifying import Difference, Outcome, Trial, compare, make_trial, reference, train
+
+
+def trace(model: nn.Module, *example: Tensor) -> Traced:
+    """The graph of a model for inputs of these shapes (batch included). Nothing is computed."""
+    return trace_model(model, example)
+
+
+def plan(
+    graph: Graph,
+    cluster: Cluster | int,
+    strategy: str = "auto",
+    *,
+    shares: Sequence[int] = (),
+    fuse: Sequence[str] | None = None,
+) -> Plan:
+    """Who computes what. `strategy` is a name (`rows`), a product (`batch:2,rows:2`) or a sequence of them."""
+    cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
+    if strategy == "auto":  # until plans are searched for: the batch where it reaches, else rows
+        strategy = "batch" if graph.layers[0].shape[0] >= len(cluster.devices) else "rows"
+        strategy = "single" if len(cluster.devices) == 1 else strategy
+    return plan_by_name(
+        graph, cluster.names, strategy, shares=tuple(shares), fuse=None if fuse is None else tuple(fuse)
+    )
+
+
+def lower(graph: Graph, chosen: Plan) -> Lowered:
+    """The plan spelled out as one checked program a device."""
+    if chosen.graph != digest(graph):
+        raise RequestError("this plan is for another model, input or batch. Make it anew with `manyhands plan`.")
+    lowered = lower_plan(graph, chosen)
+    check(lowered)
+    return lowered
+
+
+def simulate(lowered: Lowered, cluster: Cluster) -> Timeline:
+    """The programs run on paper: when each step would start and stop, and how much is alive."""
+    return simulate_programs(lowered, cluster)
+
+
+def make_worker(traced: Traced, lowered: Lowered, model: nn.Module, device: str, transport: Transport) -> Worker:
+    """A device of a plan, holding its pieces of the model's weights."""
+    territory = lowered.territory(device)
+    weights = split_weights(model, traced.graph, territory.weights)
+    program = lowered.program(device)
+    return Worker(traced.graph, program, territory, weights, traced.functions, traced.inplace, transport)
+
+
+def verify(model: nn.Module, example: Sequence[Tensor], chosen: Plan, *, steps: int = 3) -> Difference:
+    """Train a copy of the model plainly and by the plan (devices as threads), in float64, and compare."""
+    model = copy.deepcopy(model).double()
+    example = tuple(t.double() if t.is_floating_point() else t for t in example)
+    traced = trace_model(model, example)
+    lowered = lower(traced.graph, chosen)
+    trial = make_trial(traced.graph, example, steps=steps)
+
+    def work(device: str, transport: Transport) -> Outcome:
+        return train(make_worker(traced, lowered, copy.deepcopy(model), device, transport), trial)
+
+    outcomes = run_in_process(chosen.devices, work)
+    return compare(traced.graph, reference(model, traced.graph, trial), tuple(outcomes.values()))
+
+
+__all__ = ["Batch", "Trial", "lower", "make_worker", "plan", "simulate", "torch", "trace", "verify"]

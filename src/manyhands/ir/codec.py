@@ -1,0 +1,84 @@
+"""Any of the nouns to JSON and back, and short digests by which two machines compare what they hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+JSON = Any
+T = typing.TypeVar("T")
+
+
+def encode(value: Any) -> JSON:
+    """Plain JSON values; a field's type says how to read it back, and a union adds the type's name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"type": type(value).__name__} | fields
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(kind: type[T], value: JSON) -> T:
+    """The value of that type. Raises ValueError that names what is missing, unknown or of the wrong type."""
+    return typing.cast(T, _decode(kind, value, "plan"))
+
+
+def _decode(kind: Any, value: JSON, path: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        if value is None and type(None) in options:
+            return None
+        return _decode(next(option for option in options if option is not type(None)), value, path)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{path} should be a list, not {value!r}")
+        kinds = typing.get_args(kind)
+        if len(kinds) == 2 and kinds[1] is Ellipsis:
+            kinds = (kinds[0],) * len(value)
+        if len(kinds) != len(value):
+            raise ValueError(f"{path} should have {len(kinds)} entries, not {len(value)}")
+        return tuple(_decode(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+    if dataclasses.is_dataclass(kind):
+        return _decode_fields(kind, value, path)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if kind is float and isinstance(value, int):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{path} should be of type {kind.__name__}, not {value!r}")
+    return value
+
+
+def _decode_fields(kind: Any, value: JSON, path: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} should be an object, not {value!r}")
+    if unknown := set(value) - set(fields) - {"type"}:
+        raise ValueError(f"{path} has no field {sorted(unknown)[0]!r}; it has {', '.join(fields)}")
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    if missing := required - set(value):
+        raise ValueError(f"{path} lacks {sorted(missing)[0]!r}")
+    given = {n: _decode(hints[n], v, f"{path}.{n}") for n, v in value.items() if n != "type"}
+    try:
+        return kind(**given)
+    except AssertionError as error:
+        raise ValueError(f"{path} cannot be: {error}") from None
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(encode(value), indent=1)
+
+
+def digest(value: Any) -> str:
+    """Sixteen hex digits that equal values share."""
+    return hashlib.sha256(json.dumps(encode(value), sort_keys=True).encode()).hexdigest()[:16]

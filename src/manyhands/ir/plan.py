@@ -1,0 +1,40 @@
+"""Who computes what: the one value in which everything is decided before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.ir.geometry import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring layers computed as one fused group, cut in one way; tensors are exchanged only between segments."""
+
+    layers: tuple[str, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted or measured: the same type, so a report is a subtraction."""
+
+    seconds: float
+    traffic_bytes: int
+    peak_bytes: tuple[tuple[str, int], ...]  # of each device
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which devices compute which layers in which layout. `graph` is the digest of the graph it is for."""
+
+    graph: str
+    batch: int
+    devices: tuple[str, ...]
+    segments: tuple[Segment, ...]
+    forecast: Cost | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Same parameters as one device after the same steps, to rounding. Every plan so far is."""
+        return True

@@ -1,0 +1,1 @@
+"""Graph x Cluster -> Plan -> Programs: pure functions, no torch."""

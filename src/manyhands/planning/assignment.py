@@ -1,0 +1,143 @@
+"""From layouts to regions: what each device owns, what it computes, and what it needs from the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.ir.geometry import Span, Tile, empty_like
+from manyhands.ir.graph import Constant, Graph, GroupNorm, Input, Layer, Statistic
+from manyhands.ir.plan import Plan
+from manyhands.ir.regions import group_range, needs
+
+Tiles = dict[str, Tile]  # by device
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Regions of every layer's result, by device.
+
+    home: the disjoint ownership; computed: what a device computes, home and overlap; needed: what it must
+    put together of earlier segments' results, by (layer, segment); exchanged: layers whose statistics are
+    added up over devices. The segment after the last one is the loss.
+    """
+
+    segment_of: dict[str, int]
+    home: dict[str, Tiles]
+    computed: dict[str, Tiles]
+    needed: dict[tuple[str, int], Tiles]
+    exchanged: frozenset[str]
+
+    def assembled(self, layer: str, segment: int, device: str) -> bool:
+        """Does this device have to put the tile together, or has it computed all of it itself?"""
+        tile = self.needed.get((layer, segment), {}).get(device)
+        return tile is not None and bool(tile.numel) and not self.computed[layer][device].covers(tile)
+
+
+def is_source(layer: Layer) -> bool:
+    """Batches and weights are at hand on every device; nobody computes or sends them."""
+    return isinstance(layer.operation, Input | Constant)
+
+
+def assign(graph: Graph, plan: Plan) -> Assignment:
+    """The regions that a plan's layouts imply."""
+    return _Assigner(graph, plan).assign()
+
+
+class _Assigner:
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.plan, self.layers, self.readers = plan, graph.by_name(), graph.readers()
+        self.outputs = set(graph.outputs)
+        self.segment_of = {n: i for i, segment in enumerate(plan.segments) for n in segment.layers}
+        self.home: dict[str, Tiles] = {}
+        self.computed: dict[str, Tiles] = {}
+        self.needed: dict[tuple[str, int], Tiles] = {}
+        self.exchanged: set[str] = set()
+        for name, layer in self.layers.items():
+            self.home[name] = self._home(layer)
+            self.computed[name] = self._nothing(layer)
+
+    def _nothing(self, layer: Layer) -> Tiles:
+        return {device: empty_like(layer.shape) for device in self.plan.devices}
+
+    def _home(self, layer: Layer) -> Tiles:
+        if is_source(layer):
+            return {device: Tile.whole(layer.shape) for device in self.plan.devices}
+        layout = self.plan.segments[self.segment_of[layer.name]].layout
+        return self._nothing(layer) | layout.tiles(layer.shape)
+
+    def assign(self) -> Assignment:
+        end = len(self.plan.segments)
+        for name in self.outputs:
+            holders = [d for out in self.outputs for d, tile in self.home[out].items() if tile.numel]
+            whole = Tile.whole(self.layers[name].shape)
+            self.needed[name, end] = {d: whole for d in self.plan.devices if d in holders}
+        for index in reversed(range(end)):
+            for name in reversed(self.plan.segments[index].layers):
+                self._visit(self.layers[name], index)
+        return Assignment(
+            self.segment_of, self.home, self.computed, self.needed, frozenset(self.exchanged)
+        )
+
+    def _visit(self, layer: Layer, index: int) -> None:
+        """All readers were visited: settle what is computed of this layer, and ask for its inputs."""
+        name = layer.name
+        exported = name in self.outputs or any(
+            self.segment_of[r] != index or r in self.exchanged for r in self.readers[name]
+        )
+        dead = not self.readers[name] and name not in self.outputs  # a batch norm that only learns
+        for device in self.plan.devices:
+            if exported or dead:
+                self.computed[name][device] = self.computed[name][device].hull(self.home[name][device])
+        if layer.statistic:
+            self._settle_statistic(layer)
+        shapes = tuple(self.layers[n].shape for n in layer.inputs)
+        for device in self.plan.devices:
+            tile = self.computed[name][device]
+            if name in self.exchanged and layer.statistic is Statistic.MEAN:
+                continue  # it reads nothing but the statistics
+            for source, wanted in zip(layer.inputs, needs(layer, tile, shapes), strict=True):
+                self._ask(source, index, device, wanted)
+
+    def _settle_statistic(self, layer: Layer) -> None:
+        """Statistics of a tile that is whole on its device stay there; else they are exchanged."""
+        (source,) = layer.inputs
+        shape = self.layers[source].shape
+        wanted = {
+            d: statistic_source(layer, tile, shape)
+            for d, tile in self.computed[layer.name].items()
+            if tile.numel
+        }
+        if all(self.home[source][d].covers(tile) for d, tile in wanted.items()):
+            if layer.statistic is not Statistic.MEAN:
+                self.computed[layer.name] |= wanted
+        else:
+            self.exchanged.add(layer.name)
+
+    def _ask(self, source: str, index: int, device: str, wanted: Tile) -> None:
+        if not wanted.numel or is_source(self.layers[source]):
+            return
+        if self.segment_of[source] == index:
+            self.computed[source][device] = self.computed[source][device].hull(wanted)
+            return
+        tiles = self.needed.setdefault((source, index), self._nothing(self.layers[source]))
+        tiles[device] = tiles[device].hull(wanted)
+
+
+def statistic_source(layer: Layer, tile: Tile, shape: tuple[int, ...]) -> Tile:
+    """The part of its input that decides the statistics of a tile of a norm's result."""
+    batch, channels = tile.spans[0], tile.spans[1]
+    if layer.statistic is Statistic.BATCH_NORM:
+        batch = Span(0, shape[0])
+    if isinstance(layer.operation, GroupNorm):
+        size = shape[1] // layer.operation.groups
+        first, last = group_range(channels, shape[1], layer.operation.groups)
+        channels = Span(first * size, last * size)
+    return Tile((batch, channels, *(Span(0, size) for size in shape[2:])))
+
+
+def statistic_domain(layer: Layer, tile: Tile) -> Tile:
+    """(samples, channels) for which a tile of a norm's input has partial statistics."""
+    batch = Span(0, 1) if layer.statistic is Statistic.BATCH_NORM else tile.spans[0]
+    if not tile.numel:
+        return Tile((Span(0, 0), Span(0, 0)))
+    return Tile((batch, tile.spans[1]))

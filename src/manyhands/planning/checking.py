@@ -1,0 +1,122 @@
+"""Run programs on sets: everything is there when used, nothing is left over, nobody waits in vain."""
+
+from __future__ import annotations
+
+from manyhands.ir.program import (
+    Backward,
+    Collect,
+    Content,
+    Drop,
+    Expect,
+    Forward,
+    Message,
+    Place,
+    Prepare,
+    Program,
+    Receive,
+    Send,
+    Step,
+    Sum,
+)
+from manyhands.planning.liveness import Buffer, Liveness
+from manyhands.planning.lowering import Lowered
+
+
+class Flawed(Exception):
+    """The programs cannot run as they are: a mistake of ours in lowering, never of the user's."""
+
+
+def check(lowered: Lowered) -> None:
+    """Raise Flawed unless all devices, taken together, can run their programs to the end."""
+    devices = [_Device(lowered, program) for program in lowered.programs]
+    letters: set[Message] = set()
+    sums: dict[int, set[str]] = {}
+    while unfinished := [device for device in devices if device.position < len(device.steps)]:
+        if not any([device.advance(letters, sums) for device in unfinished]):
+            waiting = "; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished)
+            raise Flawed(f"deadlock: {waiting}")
+    if letters:
+        raise Flawed(f"nobody receives {sorted(str(letter) for letter in letters)[0]}")
+    for device in devices:
+        device.finish()
+
+
+class _Device:
+    """One program in progress."""
+
+    def __init__(self, lowered: Lowered, program: Program) -> None:
+        self.name, self.steps, self.position = program.device, program.steps, 0
+        self.liveness = Liveness(lowered.graph, lowered.regions, program.device)
+        self.alive: set[Buffer] = set()
+        self.expected: set[int] = set()
+        self.missing: dict[Buffer, int] = {}  # elements of a prepared tile that have not arrived
+        self.tapes: set[int] = set()
+        self.sums: set[int] = set()
+
+    def advance(self, letters: set[Message], sums: dict[int, set[str]]) -> bool:
+        """Take steps until one has to wait; whether any was taken."""
+        start = self.position
+        while self.position < len(self.steps) and self._take(self.steps[self.position], letters, sums):
+            self.position += 1
+        return self.position > start
+
+    def _take(self, step: Step, letters: set[Message], sums: dict[int, set[str]]) -> bool:
+        match step:
+            case Receive(message) if message not in letters:
+                return False
+            case Collect(bucket):
+                started = next(s for s in self.steps if isinstance(s, Sum) and s.bucket == bucket)
+                if sums.get(bucket, set()) != set(started.among):
+                    return False
+        for buffer in self.liveness.read(step):
+            self._require(buffer in self.alive, step, f"{buffer} is not there")
+            ready = isinstance(step, Place) or not self.missing.get(buffer)
+            self._require(ready, step, f"{buffer} is incomplete")
+        self.alive |= set(self.liveness.made(step))
+        self._act(step, letters, sums)
+        return True
+
+    def _act(self, step: Step, letters: set[Message], sums: dict[int, set[str]]) -> None:
+        match step:
+            case Prepare(layer, segment, tile):
+                self.missing[layer, segment] = tile.numel
+            case Place(layer, segment, tile):
+                self.missing[layer, segment] -= tile.numel
+            case Forward(chunk):
+                self.tapes.add(chunk)
+            case Backward(chunk):
+                self._require(chunk in self.tapes, step, "it was not computed, or is done already")
+                self.tapes.discard(chunk)
+            case Send(message):
+                self._require(message not in letters, step, "it is on its way already")
+                letters.add(message)
+            case Expect(message):
+                self.expected.add(message.tag)
+            case Receive(message):
+                self._require(message.tag in self.expected, step, "it was not expected")
+                self.expected.discard(message.tag)
+                letters.discard(message)
+                if message.content is Content.VALUE:
+                    self.missing[message.layer, message.segment] -= message.tile.numel
+            case Sum(bucket):
+                sums.setdefault(bucket, set()).add(self.name)
+                self.sums.add(bucket)
+            case Collect(bucket):
+                self.sums.discard(bucket)
+            case Drop(layer, segment):
+                self._require((layer, segment) in self.alive, step, "it is not there")
+                self.alive.discard((layer, segment))
+            case _:
+                pass
+
+    def _require(self, condition: bool, step: Step, reason: str) -> None:
+        if not condition:
+            raise Flawed(f"{self.name} cannot {step}: {reason}")
+
+    def finish(self) -> None:
+        incomplete = [buffer for buffer, count in self.missing.items() if count]
+        for left, what in ((self.alive, "values"), (self.expected, "messages"), (self.sums, "sums")):
+            if left:
+                raise Flawed(f"{self.name} ends with {what} left over: {sorted(map(str, left))[0]}")
+        if incomplete:
+            raise Flawed(f"{self.name} never fills {incomplete[0]}")

@@ -1,0 +1,239 @@
+"""Plan -> Programs: one list of steps for each device, and everything that has to travel between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from manyhands.ir.geometry import Tile, Transfer, transfers
+from manyhands.ir.graph import Graph, Layer, Statistic
+from manyhands.ir.plan import Plan
+from manyhands.ir.territory import Territory
+from manyhands.ir.program import (
+    Backward,
+    Collect,
+    Content,
+    Correct,
+    Expect,
+    Forward,
+    Loss,
+    Measure,
+    Message,
+    Place,
+    Prepare,
+    Program,
+    Receive,
+    Return,
+    Send,
+    Step,
+    Update,
+)
+from manyhands.planning.assignment import Assignment, assign, is_source
+from manyhands.planning.chunks import Chunk, chunks
+from manyhands.planning.liveness import Liveness, reads
+from manyhands.planning.territories import statistic_domains, territory
+from manyhands.planning.weights import all_held, sums_after
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A plan spelled out: the programs of all devices for one training step, and the regions behind them."""
+
+    graph: Graph
+    plan: Plan
+    regions: Assignment
+    holders: dict[str, dict[str, Tile]]  # of each weight: who holds which piece
+    programs: tuple[Program, ...]
+
+    def territory(self, device: str) -> Territory:
+        return territory(self.program(device), self.graph, self.regions, self.holders)
+
+    def program(self, device: str) -> Program:
+        return next(program for program in self.programs if program.device == device)
+
+
+def lower(graph: Graph, plan: Plan) -> Lowered:
+    """Spell a plan out."""
+    lowering = Lowering(graph, plan)
+    return Lowered(graph, plan, lowering.regions, lowering.holders, lowering.programs())
+
+
+class Lowering:
+    """The state of one lowering: the steps written so far, and the numbers of messages."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.graph, self.plan, self.layers = graph, plan, graph.by_name()
+        self.regions: Assignment = assign(graph, plan)
+        self.holders = all_held(graph, self.regions, plan.devices)
+        self.chunks = chunks(graph, plan, self.regions)
+        self.loss = Chunk(len(self.chunks), len(plan.segments), ())
+        self.chunk_of = {name: chunk.index for chunk in self.chunks for name in chunk.layers}
+        self.steps: dict[str, list[Step]] = {device: [] for device in plan.devices}
+        self.tags = count()
+        self.values = {c.index: self._value_messages(c) for c in (*self.chunks, self.loss)}
+        self.moments = {c.index: self._moment_messages(c) for c in (*self.chunks, self.loss)}
+
+    def programs(self) -> tuple[Program, ...]:
+        for chunk in (*self.chunks, self.loss):
+            self._before(chunk)
+            if chunk.index:
+                self._compute(self.chunks[chunk.index - 1])
+            self._after(chunk)
+        for device in self._holders():
+            self.steps[device].append(Loss())
+        sums = sums_after(self.graph, self.holders, self.chunks)
+        started = []
+        for chunk in reversed(self.chunks):
+            self._backward(chunk)
+            for bucket in sums[chunk.index]:
+                started.append(bucket)
+                for device in bucket.among:
+                    self.steps[device].append(bucket)
+        for bucket in started:
+            for device in bucket.among:
+                self.steps[device].append(Collect(bucket.bucket))
+        for device in self.plan.devices:
+            self.steps[device].append(Update())
+        return tuple(
+            Program(device, Liveness(self.graph, self.regions, device).with_drops(steps))
+            for device, steps in self.steps.items()
+        )
+
+    def _holders(self) -> list[str]:
+        end = len(self.plan.segments)
+        return [d for d in self.plan.devices if any(d in self.regions.needed[n, end] for n in self.graph.outputs)]
+
+    def active(self, chunk: Chunk, device: str) -> tuple[str, ...]:
+        """The layers of a chunk of which this device computes anything."""
+        return tuple(name for name in chunk.layers if self.regions.computed[name][device].numel)
+
+    # ---- what a chunk reads from others ---------------------------------------------------------------
+
+    def _inputs(self, chunk: Chunk) -> list[str]:
+        """Results of earlier segments that this chunk is the first of its segment to read."""
+        if chunk is self.loss:
+            return list(dict.fromkeys(self.graph.outputs))
+        earlier = [c for c in self.chunks if c.segment == chunk.segment and c.index < chunk.index]
+        seen = {name for c in earlier for name in self._reads(c)}
+        found = dict.fromkeys(self._reads(chunk))
+        return [name for name in found if name not in seen and (name, chunk.segment) in self.regions.needed]
+
+    def _reads(self, chunk: Chunk) -> list[str]:
+        return [name for layer in chunk.layers for name in reads(self.layers[layer], self.regions)]
+
+    def _value_messages(self, chunk: Chunk) -> list[Message]:
+        messages = []
+        for name in self._inputs(chunk):
+            wanted = self.regions.needed[name, chunk.segment]
+            wanted = {d: t for d, t in wanted.items() if self.regions.assembled(name, chunk.segment, d)}
+            for transfer in transfers(self.regions.home[name], wanted):
+                messages.append(self._message(Content.VALUE, name, chunk.segment, transfer, 1))
+        return messages
+
+    def _statistics(self, chunk: Chunk) -> list[Layer]:
+        return [self.layers[name] for name in chunk.layers if name in self.regions.exchanged]
+
+    def _moment_messages(self, chunk: Chunk) -> list[Message]:
+        messages = []
+        for layer in self._statistics(chunk):
+            have, need = statistic_domains(layer, self.layers[layer.inputs[0]], self.regions)
+            factor = 1 if layer.statistic is Statistic.MEAN else 2
+            for transfer in transfers(have, need):
+                messages.append(self._message(Content.MOMENTS, layer.name, chunk.segment, transfer, factor))
+        return messages
+
+    def _message(self, content: Content, name: str, segment: int, way: Transfer, factor: int) -> Message:
+        size = way.tile.numel * factor * self.layers[name].item_bytes
+        return Message(content, name, segment, way.tile, way.source, way.target, next(self.tags), size)
+
+    def _reverse(self, message: Message, content: Content) -> Message:
+        way = Transfer(message.target, message.source, message.tile)
+        factor = message.num_bytes // (message.tile.numel * self.layers[message.layer].item_bytes)
+        return self._message(content, message.layer, message.segment, way, factor)
+
+    # ---- forward ---------------------------------------------------------------------------------------
+
+    def _ready_before(self, message: Message, chunk: Chunk) -> bool:
+        """Was what this message carries computed earlier than the chunk just before this one?"""
+        name = message.layer
+        if message.content is Content.MOMENTS:
+            (name,) = self.layers[name].inputs
+        return self.chunk_of.get(name, -1) < chunk.index - 1
+
+    def _before(self, chunk: Chunk) -> None:
+        """Post what can be posted before the previous chunk computes."""
+        for name in self._inputs(chunk):
+            for device in self.plan.devices:
+                if self.regions.assembled(name, chunk.segment, device):
+                    tile = self.regions.needed[name, chunk.segment][device]
+                    self.steps[device].append(Prepare(name, chunk.segment, tile))
+        messages = self.values[chunk.index] + self.moments[chunk.index]
+        for message in messages:
+            self.steps[message.target].append(Expect(message))
+        self._measure(chunk, early=True)
+        self._send(m for m in messages if self._ready_before(m, chunk))
+
+    def _after(self, chunk: Chunk) -> None:
+        """The previous chunk is computed: send what it made, and wait for what the others made."""
+        self._measure(chunk, early=False)
+        messages = self.values[chunk.index] + self.moments[chunk.index]
+        self._send(m for m in messages if not self._ready_before(m, chunk))
+        for name in self._inputs(chunk):
+            for device in self.plan.devices:
+                if self.regions.assembled(name, chunk.segment, device):
+                    wanted = self.regions.needed[name, chunk.segment][device]
+                    own = self.regions.home[name][device] & wanted
+                    if own.numel:
+                        self.steps[device].append(Place(name, chunk.segment, own))
+        for message in messages:
+            self.steps[message.target].append(Receive(message))
+
+    def _measure(self, chunk: Chunk, *, early: bool) -> None:
+        for layer in self._statistics(chunk):
+            (source,) = layer.inputs
+            if (self.chunk_of.get(source, -1) < chunk.index - 1) == early:
+                for device, tile in self.regions.home[source].items():
+                    if tile.numel:
+                        self.steps[device].append(Measure(layer.name))
+
+    def _send(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            self.steps[message.source].append(Send(message))
+
+    def _compute(self, chunk: Chunk) -> None:
+        for device in self.plan.devices:
+            if active := self.active(chunk, device):
+                self.steps[device].append(Forward(chunk.index, active))
+
+    # ---- backward --------------------------------------------------------------------------------------
+
+    def _backward(self, chunk: Chunk) -> None:
+        """Backward of a chunk, then the gradients of what it read go home and the norms are corrected."""
+        values = [m for m in self.values[chunk.index] if self.layers[m.layer].differentiable]
+        norms = [layer for layer in self._statistics(chunk) if self.layers[layer.inputs[0]].differentiable]
+        gradients = [self._reverse(m, Content.GRADIENT) for m in values]
+        kept = {layer.name for layer in norms}
+        moments = [m for m in self.moments[chunk.index] if m.layer in kept]
+        computed = self.regions.computed
+        sums = [self._reverse(m, Content.SUMS) for m in moments if computed[m.layer][m.target].numel]
+        for message in (*sums, *gradients):
+            self.steps[message.target].append(Expect(message))
+        for device in self.plan.devices:
+            if self.active(chunk, device) and any(
+                self.layers[name].differentiable for name in self.active(chunk, device)
+            ):
+                self.steps[device].append(Backward(chunk.index))
+        self._send((*sums, *gradients))
+        for name in self._inputs(chunk):
+            for device in self.plan.devices:
+                if self.layers[name].differentiable and self.regions.assembled(name, chunk.segment, device):
+                    own = self.regions.home[name][device] & self.regions.needed[name, chunk.segment][device]
+                    if own.numel:
+                        self.steps[device].append(Return(name, chunk.segment, own))
+        for message in (*sums, *gradients):
+            self.steps[message.target].append(Receive(message))
+        for layer in norms:
+            for device, tile in self.regions.home[layer.inputs[0]].items():
+                if tile.numel and not is_source(self.layers[layer.inputs[0]]):
+                    self.steps[device].append(Correct(layer.name))

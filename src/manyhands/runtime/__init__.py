@@ -1,0 +1,1 @@
+"""Programs -> trained weights: the only stage with side effects."""

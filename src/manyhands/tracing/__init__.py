@@ -1,0 +1,1 @@
+"""nn.Module -> Graph: what to compute, found without computing it."""

@@ -1,0 +1,214 @@
+"""Does a plan train like one device? Three steps with momentum both ways, in float64, and the differences."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manyhands.ir.geometry import Tile
+from manyhands.ir.graph import Dropout, Graph
+from manyhands.runtime.dropout import mask
+from manyhands.runtime.weights import find_tensor
+from manyhands.runtime.worker import Batch, Worker
+
+TOLERANCE = 1e-9
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The data of a comparison: inputs for every step, and a fixed weighting of the outputs as the loss."""
+
+    batches: tuple[tuple[Tensor, ...], ...]
+    weightings: tuple[Tensor, ...]
+    seed: int
+
+    def loss(self, outputs: Sequence[Tensor]) -> Tensor:
+        parts = [(o * w).sum() for o, w in zip(outputs, self.weightings, strict=True) if o.is_floating_point()]
+        return torch.stack(parts).sum()
+
+
+@dataclass
+class Outcome:
+    """What one device (or the reference) has after the steps: pieces by name, each with its tile."""
+
+    losses: list[float | None]
+    gradients: dict[str, tuple[Tile, Tensor]] = field(default_factory=dict)
+    parameters: dict[str, tuple[Tile, Tensor]] = field(default_factory=dict)
+    buffers: dict[str, tuple[Tile, Tensor]] = field(default_factory=dict)
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest differences, each relative to the largest entry of its tensor.
+
+    Losses, parameters and buffers count as at least 1; a gradient as at least a thousandth of the largest of all.
+    """
+
+    loss: float
+    gradients: float
+    parameters: float
+    buffers: float
+    first_layer: str | None  # in the order of computation, the first whose weights differ
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.gradients, self.parameters, self.buffers)
+
+    @property
+    def exact(self) -> bool:
+        return self.worst <= TOLERANCE
+
+
+def make_trial(graph: Graph, example: Sequence[Tensor], *, steps: int = 3, seed: int = 0) -> Trial:
+    """Random inputs shaped like the example, and random weights for the outputs, from the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = graph.by_name()
+    batches = tuple(tuple(_like(t, generator) for t in example) for _ in range(steps))
+    shapes = [layers[name].shape for name in graph.outputs]
+    scale = sum(torch.Size(shape).numel() for shape in shapes) ** 0.5
+    weightings = tuple(torch.randn(s, generator=generator, dtype=torch.float64) / scale for s in shapes)
+    return Trial(batches, weightings, seed)
+
+
+def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+
+
+def train(worker: Worker, trial: Trial) -> Outcome:
+    """Run one device through the trial."""
+    parameters = worker.weights.parameters()
+    momentum = torch.optim.SGD(parameters.values(), LEARNING_RATE, MOMENTUM) if parameters else None
+    worker.update = momentum.step if momentum else lambda: None  # type: ignore[assignment]
+    worker.seed = trial.seed
+    losses = [
+        worker.step(Batch(inputs, trial.loss, step)) for step, inputs in enumerate(trial.batches)
+    ]
+    outcome = Outcome(losses, sent_bytes=worker.transport.sent_bytes)
+    for name, tensor in worker.weights.tensors.items():
+        tile = worker.weights.tiles[name]
+        kept = outcome.parameters if isinstance(tensor, nn.Parameter) else outcome.buffers
+        kept[name] = tile, tensor.detach()
+        if name in parameters and tensor.grad is not None:
+            outcome.gradients[name] = tile, tensor.grad
+    return outcome
+
+
+def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
+    """The same steps by plain PyTorch on the whole model; dropout draws the masks that a plan draws."""
+    model = copy.deepcopy(model)
+    names = {name for name, p in graph.parameters().items() if p.trainable}
+    trained = {name: p for name, p in model.named_parameters() if name in names}
+    optimiser = torch.optim.SGD(trained.values(), LEARNING_RATE, MOMENTUM) if trained else None
+    losses: list[float | None] = []
+    for step, inputs in enumerate(trial.batches):
+        with same_dropout(graph, trial.seed, step):
+            outputs = flatten(model(*inputs))
+        loss = trial.loss(outputs)
+        losses.append(float(loss.detach()))
+        model.zero_grad()
+        if optimiser is not None:
+            loss.backward()
+            optimiser.step()
+    outcome = Outcome(losses)
+    for name, parameter in graph.parameters().items():
+        tensor = find_tensor(model, name)
+        tile = Tile.whole(tensor.shape)
+        (outcome.buffers if parameter.buffer else outcome.parameters)[name] = tile, tensor.detach()
+        if tensor.grad is not None:
+            outcome.gradients[name] = tile, tensor.grad
+    return outcome
+
+
+def flatten(outputs: Any) -> tuple[Tensor, ...]:
+    """All tensors a model returns, in order."""
+    if isinstance(outputs, Tensor):
+        return (outputs,)
+    values = outputs.values() if isinstance(outputs, dict) else outputs
+    return tuple(tensor for value in values for tensor in flatten(value))
+
+
+@contextmanager
+def same_dropout(graph: Graph, seed: int, step: int) -> Iterator[None]:
+    """Within this, torch's dropout functions draw, layer by layer, the masks that a plan draws."""
+    layers = iter([layer for layer in graph.layers if isinstance(layer.operation, Dropout)])
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+    originals: dict[str, Callable[..., Tensor]] = {name: getattr(F, name) for name in names}
+
+    def replaced(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not p:
+            return input
+        layer = next(layers)
+        assert isinstance(layer.operation, Dropout)
+        shape = layer.shape
+        kept = mask(seed, step, layer.name, shape, Tile.whole(shape), p, layer.operation.channels)
+        return input * (kept.to(input.dtype) / (1 - p) if p < 1 else kept.to(input.dtype))
+
+    for name in names:
+        setattr(F, name, replaced)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(F, name, original)
+
+
+def compare(graph: Graph, one: Outcome, many: Sequence[Outcome]) -> Difference:
+    """The largest differences between one device and the pieces of many."""
+    told = [outcome.losses for outcome in many if outcome.losses[0] is not None]
+    assert told, "no device evaluated the loss"
+    losses = max(
+        _relative(torch.tensor(a), torch.tensor(b), max(1.0, abs(a)))
+        for losses in told
+        for a, b in zip(one.losses, losses, strict=True)
+    )
+    differing: dict[str, float] = {}
+    worst = {}
+    steepest = max((float(g.abs().max()) for _, g in one.gradients.values() if g.numel()), default=0.0)
+    for kind, floor in (("gradients", 1e-3 * steepest), ("parameters", 1.0), ("buffers", 1.0)):
+        worst[kind] = 0.0
+        for name, difference in _differences(getattr(one, kind), [getattr(m, kind) for m in many], floor):
+            worst[kind] = max(worst[kind], difference)
+            differing[name] = max(differing.get(name, 0.0), difference)
+    first = next(
+        (
+            layer.name
+            for layer in graph.layers
+            if any(not differing.get(p.name, 0.0) <= TOLERANCE for p in layer.parameters)
+        ),
+        None,
+    )
+    return Difference(losses, worst["gradients"], worst["parameters"], worst["buffers"], first)
+
+
+def _differences(
+    whole: dict[str, tuple[Tile, Tensor]], parts: list[dict[str, tuple[Tile, Tensor]]], floor: float
+) -> Iterator[tuple[str, float]]:
+    for name, (full_tile, full) in whole.items():
+        seen = torch.zeros(full.shape, dtype=torch.bool)
+        for part in parts:
+            if name in part:
+                tile, tensor = part[name]
+                where = tile.within(full_tile)
+                seen[where] = True
+                yield name, _relative(full[where], tensor, max(floor, float(full.abs().max())))
+        missing = full[~seen] if full.dim() else full.reshape(1)[~seen.reshape(1)]
+        if missing.numel() and bool((missing != 0).any()):  # a gradient nobody has, or a weight nobody holds
+            yield name, float("inf")
+
+
+def _relative(expected: Tensor, found: Tensor, scale: float) -> float:
+    if not expected.numel():
+        return 0.0
+    difference = (expected.double() - found.double()).abs().max() / (scale or 1.0)
+    return float(difference) if torch.isfinite(difference) else float("inf")
