@@ -19,7 +19,7 @@ from manyhands.runtime.weights import find_tensor
 from manyhands.runtime.worker import Batch, Worker
 
 TOLERANCE = 1e-9
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9  # small steps: large ones amplify rounding until it looks like a mistake
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
     losses: list[float | None] = []
     for step, inputs in enumerate(trial.batches):
         with same_dropout(graph, trial.seed, step):
-            outputs = flatten(model(*inputs))
+            outputs = flatten(model(*(tensor.clone() for tensor in inputs)))
         loss = trial.loss(outputs)
         losses.append(float(loss.detach()))
         model.zero_grad()
@@ -152,7 +152,8 @@ def same_dropout(graph: Graph, seed: int, step: int) -> Iterator[None]:
         assert isinstance(layer.operation, Dropout)
         shape = layer.shape
         kept = mask(seed, step, layer.name, shape, Tile.whole(shape), p, layer.operation.channels)
-        return input * (kept.to(input.dtype) / (1 - p) if p < 1 else kept.to(input.dtype))
+        scaled = kept.to(input.dtype) / (1 - p) if p < 1 else kept.to(input.dtype)
+        return input.mul_(scaled) if inplace else input * scaled
 
     for name in names:
         setattr(F, name, replaced)
@@ -168,7 +169,7 @@ def compare(graph: Graph, one: Outcome, many: Sequence[Outcome]) -> Difference:
     told = [outcome.losses for outcome in many if outcome.losses[0] is not None]
     assert told, "no device evaluated the loss"
     losses = max(
-        _relative(torch.tensor(a), torch.tensor(b), max(1.0, abs(a)))
+        _relative(_scalar(a), _scalar(b), max(1.0, abs(a or 0.0)))
         for losses in told
         for a, b in zip(one.losses, losses, strict=True)
     )
@@ -205,6 +206,10 @@ def _differences(
         missing = full[~seen] if full.dim() else full.reshape(1)[~seen.reshape(1)]
         if missing.numel() and bool((missing != 0).any()):  # a gradient nobody has, or a weight nobody holds
             yield name, float("inf")
+
+
+def _scalar(value: float | None) -> Tensor:
+    return torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
 
 
 def _relative(expected: Tensor, found: Tensor, scale: float) -> float:

@@ -159,9 +159,10 @@ def _divide(tile: Tile, cuts: tuple[Cut, ...], shares: tuple[int, ...]) -> list[
     groups = [shares[i * size : (i + 1) * size] for i in range(cut.count)]
     dimension = cut.axis.dimension(len(tile.spans))
     tiles: list[Tile] = []
-    if dimension is None:  # nothing to cut here: the first group has it all, the others none
+    if dimension is None:  # nothing to cut here: the first group with a share has it all, the others none
+        first = next((index for index, group in enumerate(groups) if any(group)), 0)
         for index, group in enumerate(groups):
-            part = tile if index == 0 else empty_like(tile.shape)
+            part = tile if index == first else empty_like(tile.shape)
             tiles += _divide(part, tuple(inner), group)
         return tiles
     spans = divide(tile.spans[dimension], tuple(sum(group) for group in groups))
@@ -173,19 +174,17 @@ def _divide(tile: Tile, cuts: tuple[Cut, ...], shares: tuple[int, ...]) -> list[
 def divide(span: Span, shares: tuple[int, ...]) -> tuple[Span, ...]:
     """Neighbouring spans in proportion to the shares, rounded to whole rows.
 
-    Where there are enough rows, every share above nothing gets at least one.
+    Where there are enough rows, every share above nothing gets at least one; no share gets none.
     """
+    shares = shares if any(shares) else (1,) * len(shares)
     total, size = sum(shares), len(span)
-    edges = [(2 * sum(shares[:i]) * size + total) // (2 * total) for i in range(len(shares) + 1)]
-    wanting = [index for index, share in enumerate(shares) if share]
-    if size >= len(wanting):
-        for index in wanting:  # push right, then left, so that nobody who has a share is left without
-            edges[index + 1] = max(edges[index + 1], edges[index] + 1)
-            edges[index + 2 :] = [max(edge, edges[index + 1]) for edge in edges[index + 2 :]]
-        edges[-1] = size
-        for index in reversed(wanting):
-            edges[index] = min(edges[index], edges[index + 1] - 1)
-            edges[:index] = [min(edge, edges[index]) for edge in edges[:index]]
+    least = [int(share > 0) for share in shares]
+    if sum(least) > size:
+        least = [0] * len(shares)
+    edges = [0]
+    for index in range(len(shares)):
+        rounded = (2 * sum(shares[: index + 1]) * size + total) // (2 * total)
+        edges.append(min(max(rounded, edges[-1] + least[index]), size - sum(least[index + 1 :])))
     return tuple(Span(a, b).shift(span.start) for a, b in zip(edges, edges[1:], strict=False))
 
 

@@ -257,16 +257,14 @@ def parse_step(text: str, device: str) -> Step:
     """The step of its text form, as one of `device`'s."""
     if match := _MESSAGE.fullmatch(text):
         verb, content, layer, segment, tile, way, other, tag, size = match.groups()
-        ends = (device, other) if way == "to" else (other, device)
-        message = Message(
-            Content(content), layer, int(segment), Tile.parse(tile), *ends, int(tag), int(size)
-        )
-        return {"send": Send, "expect": Expect, "receive": Receive}[verb](message)
+        source, target = (device, other) if way == "to" else (other, device)
+        where = (Content(content), layer, int(segment), Tile.parse(tile))
+        message = Message(*where, source, target, int(tag), int(size))
+        return Send(message) if verb == "send" else Expect(message) if verb == "expect" else Receive(message)
     if match := _TILED.fullmatch(text):
         verb, layer, segment, tile = match.groups()
-        return {"prepare": Prepare, "place": Place, "return": Return}[verb](
-            layer, int(segment), Tile.parse(tile)
-        )
+        parts = layer, int(segment), Tile.parse(tile)
+        return Prepare(*parts) if verb == "prepare" else Place(*parts) if verb == "place" else Return(*parts)
     if match := _SUM.fullmatch(text):
         pieces = tuple(Piece(name, Tile.parse(tile)) for name, tile in _PIECE.findall(match[2]))
         return Sum(int(match[1]), tuple(match[3].split()), pieces, int(match[4]))
@@ -279,8 +277,10 @@ def parse_step(text: str, device: str) -> Step:
             return Backward(int(rest))
         case "collect":
             return Collect(int(rest))
-        case "measure" | "correct":
-            return {"measure": Measure, "correct": Correct}[verb](rest)
+        case "measure":
+            return Measure(rest)
+        case "correct":
+            return Correct(rest)
         case "drop":
             layer, _, number = rest.partition(">")
             return Drop(layer, int(number) if number else None)

@@ -10,6 +10,7 @@ from manyhands.ir.plan import Plan
 from manyhands.ir.regions import group_range, needs
 
 Tiles = dict[str, Tile]  # by device
+Followed = dict[str, dict[str, Span]]  # channels, by layer and device
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,49 @@ def is_source(layer: Layer) -> bool:
 
 def assign(graph: Graph, plan: Plan) -> Assignment:
     """The regions that a plan's layouts imply."""
-    return _Assigner(graph, plan).assign()
+    followed: Followed = {}
+    while missing := _unfollowed(graph, regions := _Assigner(graph, plan, followed).assign()):
+        for name, spans in missing.items():
+            followed[name] = followed.get(name, {}) | spans
+    return regions
+
+
+def _unfollowed(graph: Graph, regions: Assignment) -> Followed:
+    """Channels that a device has to compute, at least somewhere, for the sake of running statistics.
+
+    Every channel is followed by somebody, and a device that follows a channel does so at every use.
+    """
+    uses: dict[str, list[Layer]] = {}
+    for layer in graph.layers:
+        running = layer.parameter("running_mean")
+        if running and layer.statistic:
+            uses.setdefault(running.name, []).append(layer)
+    missing: Followed = {}
+    for layers in uses.values():
+        spans = _channels_followed([regions.computed[layer.name] for layer in layers], layers[0].shape[1])
+        for layer in layers:
+            for device, span in spans.items():
+                tile = regions.computed[layer.name][device]
+                if not tile.numel or tile.spans[1] != span:
+                    missing.setdefault(layer.name, {})[device] = span
+    return missing
+
+
+def _channels_followed(computed: list[Tiles], num_channels: int) -> dict[str, Span]:
+    """The channels each device computes in any use of a norm; what nobody does falls to the first."""
+    spans: dict[str, Span] = {}
+    for tiles in computed:
+        for device, tile in tiles.items():
+            if tile.numel:
+                spans[device] = spans.get(device, tile.spans[1]).hull(tile.spans[1])
+    if {c for span in spans.values() for c in range(span.start, span.stop)} != set(range(num_channels)):
+        spans[next(iter(spans or computed[0]))] = Span(0, num_channels)
+    return spans
 
 
 class _Assigner:
-    def __init__(self, graph: Graph, plan: Plan) -> None:
+    def __init__(self, graph: Graph, plan: Plan, followed: Followed) -> None:
+        self.followed = followed
         self.plan, self.layers, self.readers = plan, graph.by_name(), graph.readers()
         self.outputs = set(graph.outputs)
         self.segment_of = {n: i for i, segment in enumerate(plan.segments) for n in segment.layers}
@@ -74,9 +113,7 @@ class _Assigner:
         for index in reversed(range(end)):
             for name in reversed(self.plan.segments[index].layers):
                 self._visit(self.layers[name], index)
-        return Assignment(
-            self.segment_of, self.home, self.computed, self.needed, frozenset(self.exchanged)
-        )
+        return Assignment(self.segment_of, self.home, self.computed, self.needed, frozenset(self.exchanged))
 
     def _visit(self, layer: Layer, index: int) -> None:
         """All readers were visited: settle what is computed of this layer, and ask for its inputs."""
@@ -88,6 +125,10 @@ class _Assigner:
         for device in self.plan.devices:
             if exported or dead:
                 self.computed[name][device] = self.computed[name][device].hull(self.home[name][device])
+        for device, span in self.followed.get(name, {}).items():
+            tile, corner = self.computed[name][device], (Span(0, 1) for _ in layer.shape[2:])
+            tile = tile.with_span(1, span) if tile.numel else Tile((Span(0, 1), span, *corner))
+            self.computed[name][device] = tile
         if layer.statistic:
             self._settle_statistic(layer)
         shapes = tuple(self.layers[n].shape for n in layer.inputs)

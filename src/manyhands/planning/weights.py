@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
+from itertools import count, product
 
 from manyhands.ir.geometry import Span, Tile
-from manyhands.ir.graph import ITEM_BYTES, Graph, Parameter
+from manyhands.ir.graph import ITEM_BYTES, Graph
 from manyhands.ir.program import Piece, Sum
 from manyhands.ir.regions import parameter_tiles
 from manyhands.planning.assignment import Assignment, is_source
 from manyhands.planning.chunks import Chunk
 
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 4 << 20  # small gradients wait for each other until they make this
+ALONE_BYTES = 1 << 20  # one of this size goes alone, and need not be copied
 
 
 def held(graph: Graph, assignment: Assignment, device: str) -> dict[str, Tile]:
@@ -33,11 +35,19 @@ def all_held(graph: Graph, assignment: Assignment, devices: tuple[str, ...]) -> 
     for device in devices:
         for name, tile in held(graph, assignment, device).items():
             holders.setdefault(name, {})[device] = tile
+    for name, parameter in graph.parameters().items():
+        tiles, whole = holders.setdefault(name, {}), Tile.whole(parameter.shape)
+        if (
+            sum(tile.numel for _, tile in pieces_of(tiles)) < whole.numel
+        ):  # no result that is read needs the rest
+            tiles[next(iter(tiles), devices[0])] = whole
     return holders
 
 
 def pieces_of(holders: dict[str, Tile]) -> list[tuple[tuple[str, ...], Tile]]:
     """Disjoint boxes of one weight, each with the devices that hold all of it."""
+    if not holders:
+        return []
     rank = len(next(iter(holders.values())).spans)
     edges = [
         sorted({edge for tile in holders.values() for edge in (tile.spans[d].start, tile.spans[d].stop)})
@@ -57,25 +67,25 @@ def sums_after(
 ) -> dict[int, list[Sum]]:
     """The sums to start after each chunk's backward, in buckets of a few megabytes, the same for everyone."""
     first_use = _first_chunk_using(graph, all_chunks)
-    waiting: dict[tuple[str, ...], list[tuple[Piece, int]]] = {}
+    waiting: dict[tuple[str, ...], list[Sum]] = {}
     result: dict[int, list[Sum]] = {chunk.index: [] for chunk in all_chunks}
-    count = 0
     parameters = graph.parameters()
     for chunk in reversed(all_chunks):
+        ready: list[Sum] = []
         for name in (n for n, index in first_use.items() if index == chunk.index):
-            for among, tile in pieces_of(holders[name]) if name in holders else ():
-                if len(among) == 1:
-                    continue
+            for among, tile in pieces_of(holders.get(name, {})):
                 size = tile.numel * ITEM_BYTES[parameters[name].dtype]
-                waiting.setdefault(among, []).append((Piece(name, tile), size))
-        for among, pieces in waiting.items():
-            total = sum(size for _, size in pieces)
-            if pieces and (total >= BUCKET_BYTES or chunk.index == 0):
-                bucket = Sum(count, among, tuple(piece for piece, _ in pieces), total)
-                result[chunk.index].append(bucket)
-                count += 1
+                alone = Sum(0, among, (Piece(name, tile),), size)
+                if len(among) > 1:
+                    (ready if size >= ALONE_BYTES else waiting.setdefault(among, [])).append(alone)
+        for among, small in waiting.items():
+            total = sum(one.num_bytes for one in small)
+            if small and (total >= BUCKET_BYTES or chunk.index == 0):
+                ready.append(Sum(0, among, tuple(piece for one in small for piece in one.pieces), total))
                 waiting[among] = []
-    return result
+        result[chunk.index] = ready
+    numbers = count()
+    return {index: [replace(s, bucket=next(numbers)) for s in sums] for index, sums in result.items()}
 
 
 def _first_chunk_using(graph: Graph, all_chunks: tuple[Chunk, ...]) -> dict[str, int]:

@@ -36,6 +36,7 @@ from manyhands.ir.graph import (
 )
 from manyhands.ir.regions import factor_ranges, fold, group_range, slide_need
 from manyhands.runtime.dropout import mask
+from manyhands.runtime.norms import settled
 from manyhands.runtime.pooling import adaptive_pool, pool
 from manyhands.runtime.resizing import resize
 
@@ -57,6 +58,15 @@ class Work:
     step: int
 
     @property
+    def own_function(self) -> Function:
+        assert self.function is not None, f"{self.layer.name} has no function of the model's own"
+        return self.function
+
+    def call(self) -> Tensor:
+        """What the model itself computes, of the tiles at hand."""
+        return self.own_function(self.inputs, self.weights)
+
+    @property
     def same_map(self) -> bool:
         """Is nothing cut but the batch?"""
         whole = Tile.whole(self.layer.shape).spans[1:]
@@ -71,7 +81,7 @@ def compute(work: Work) -> Tensor:
     (x, *_), operation = (*work.inputs, None), work.layer.operation
     match operation:
         case Pool() | AdaptivePool() | Resize() if work.same_map:
-            return work.function(work.inputs, work.weights)
+            return work.call()
         case Convolve():
             return convolve(work, operation)
         case Deconvolve():
@@ -83,7 +93,9 @@ def compute(work: Work) -> Tensor:
         case AdaptivePool():
             return adaptive_pool(operation, x, work.needs[0], work.tile, work.shapes[0], work.layer.shape)
         case Resize():
-            return resize(work.layer, operation, x, work.needs[0], work.tile, work.shapes[0], work.function)
+            return resize(
+                work.layer, operation, x, work.needs[0], work.tile, work.shapes[0], work.own_function
+            )
         case Rearrange():
             return rearrange(operation, x, work.tile)
         case Concatenate(dimension):
@@ -100,19 +112,20 @@ def compute(work: Work) -> Tensor:
             return batch_norm(work, operation)
         case GroupNorm(groups, eps):
             first, last = group_range(work.tile.spans[1], work.layer.shape[1], groups)
-            return F.group_norm(x, last - first, work.weights.get("weight"), work.weights.get("bias"), eps)
+            weight, bias = work.weights.get("weight"), work.weights.get("bias")
+            return torch.group_norm(x, last - first, weight, bias, eps)
         case Mean(keep):
             return x.mean((2, 3), keepdim=keep)
         case Pointwise():
-            return work.function(work.inputs, work.weights)
+            return work.call()
         case Along(dimensions):
-            result = work.function(work.inputs, work.weights)
+            result = work.call()
             spans = enumerate(work.tile.spans)
             return result[tuple(_slice(s) if d in dimensions else slice(None) for d, s in spans)]
         case Reduce():
-            return work.function(work.inputs, work.weights)
+            return work.call()
         case Whole():
-            result = work.function(work.inputs, work.weights)
+            result = work.call()
             return result[tuple(_slice(span) for span in work.tile.spans)]
         case _:
             raise TypeError(f"no kernel computes {operation}")
@@ -141,11 +154,14 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
     weight, bias = work.weights["weight"], work.weights.get("bias")
     if operation.mode is not Mode.CONSTANT:
         for d, slide in zip((2, 3), slides, strict=True):
-            x = _folded(x, d, slide_need(slide, tile.spans[d]), need.spans[d], work.shapes[0][d], operation.mode)
+            x = _folded(
+                x, d, slide_need(slide, tile.spans[d]), need.spans[d], work.shapes[0][d], operation.mode
+            )
         y = F.conv2d(x, weight, bias, tuple(stride), 0, tuple(dilation), groups)
         return _own_channels(y, work, operation.groups)
     parts, before, after = zip(
-        *(window_rows(s, need.spans[d], tile.spans[d]) for d, s in zip((2, 3), slides, strict=True)), strict=True
+        *(window_rows(s, need.spans[d], tile.spans[d]) for d, s in zip((2, 3), slides, strict=True)),
+        strict=True,
     )
     x = _cropped(x, parts)
     even, skips = _even_padding(slides, before, after, tile)
@@ -204,7 +220,9 @@ def deconvolve(work: Work, operation: Deconvolve) -> Tensor:
     bias = work.weights.get("bias")
     if work.same_map:
         padding = tuple(s.before for s in slides)
-        least = ((n - 1) * s.stride - 2 * s.before + s.reach for n, s in zip(x.shape[2:], slides, strict=True))
+        least = (
+            (n - 1) * s.stride - 2 * s.before + s.reach for n, s in zip(x.shape[2:], slides, strict=True)
+        )
         extra = tuple(n - m for n, m in zip(tile.shape[2:], least, strict=True))
         return F.conv_transpose2d(x, work.weights["weight"], bias, stride, padding, extra, groups, dilation)
     y = F.conv_transpose2d(x, work.weights["weight"], None, stride, 0, 0, groups, dilation)
@@ -214,7 +232,8 @@ def deconvolve(work: Work, operation: Deconvolve) -> Tensor:
         low, high = min(max(start, 0), y.shape[d]), max(min(stop, y.shape[d]), 0)
         y = y.narrow(d, low, max(high - low, 0))
         if len(tile.spans[d]) != y.shape[d]:  # rows that no input reaches
-            amounts = (max(-start, 0), len(tile.spans[d]) - y.shape[d] - max(-start, 0))
+            before = min(max(-start, 0), len(tile.spans[d]) - y.shape[d])
+            amounts = (before, len(tile.spans[d]) - y.shape[d] - before)
             y = F.pad(y, (*amounts, 0, 0) if d == 3 else (0, 0, *amounts))
     y = y if bias is None else y + bias[:, None, None]
     return _own_channels(y, work, operation.groups)
@@ -272,9 +291,11 @@ def batch_norm(work: Work, operation: BatchNorm) -> Tensor:
     mean, variance = weights.get("running_mean"), weights.get("running_var")
     momentum = count_batch(weights, operation) if operation.training else 0.0
     weight, bias = weights.get("weight"), weights.get("bias")
-    return F.batch_norm(
-        work.inputs[0], mean, variance, weight, bias, operation.training, momentum, operation.eps
-    )
+    x = settled(work.inputs[0])
+    y = F.batch_norm(x, mean, variance, weight, bias, operation.training, momentum, operation.eps)
+    if y.requires_grad:
+        y.register_hook(settled)
+    return y
 
 
 def count_batch(weights: dict[str, Tensor], operation: BatchNorm) -> float:

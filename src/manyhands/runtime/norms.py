@@ -78,6 +78,15 @@ def _summed_over_groups(values: Tensor, group: int) -> Tensor:
     return grouped.sum(-1, keepdim=True).expand_as(grouped).flatten(-2)
 
 
+def settled(x: Tensor) -> Tensor:
+    """x itself, or a copy where torch's batch norm (2.13) would return wrong gradients without a word.
+
+    That is one sample (or its gradient) in channels-last memory with a batch stride shorter than the sample.
+    """
+    odd = x.dim() == 4 and x.shape[0] == 1 and x.stride(0) < x.numel() and not x.is_contiguous()
+    return x.contiguous() if odd else x
+
+
 class Normalise(Function):
     """(x - mean) / sqrt(variance + eps) * weight + bias, with statistics that came from elsewhere.
 
@@ -87,7 +96,14 @@ class Normalise(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float, box: Box
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+        box: Box,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.eps, ctx.box = eps, box
@@ -97,7 +113,7 @@ class Normalise(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
         gradient, weight_gradient, bias_gradient = torch.ops.aten.native_batch_norm_backward(
-            gradients[0], x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            settled(gradients[0]), x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
         ctx.box.tensor = torch.stack([bias_gradient * weight, weight_gradient * weight])
         return gradient, weight_gradient, bias_gradient, None, None, None, None
@@ -114,10 +130,10 @@ def normalise(
     weight = weights.get("weight", x.new_ones(channels))
     bias = weights.get("bias", x.new_zeros(channels))
     if batch_norm:
-        return Normalise.apply(x, weight, bias, mean, variance, eps, box)
+        return Normalise.apply(settled(x), weight, bias, mean, variance, eps, box)
     weight = weight.expand(samples, channels).reshape(-1)  # every sample's channel is a channel of its own
     bias = bias.expand(samples, channels).reshape(-1)
-    flat = x.reshape(1, samples * channels, *x.shape[2:])
+    flat = settled(x.reshape(1, samples * channels, *x.shape[2:]))
     return Normalise.apply(flat, weight, bias, mean, variance, eps, box).reshape(x.shape)
 
 
@@ -134,24 +150,32 @@ def local_sums(layer: Layer, exchange: Exchange, tile: Tile, box: Box, like: Ten
     return _summed_over_groups(sums, exchange.group) if exchange.group > 1 else sums
 
 
-def correction(
-    layer: Layer, exchange: Exchange, parts: dict[str, Tensor], x: Tensor | None, moments: Moments | None, eps: float
-) -> Tensor:
-    """What flows back through the statistics into this device's own tile of the input."""
+def _totals(exchange: Exchange, parts: dict[str, Tensor]) -> Tensor:
+    """Everybody's sums over the tile that this device measured, added in the order of devices."""
     assert exchange.own is not None
     own = exchange.own.tile
-    factor = 1 if layer.statistic is Statistic.MEAN else 2
     first = next(iter(parts.values()))
-    totals = first.new_zeros((factor, *own.shape))
+    totals = first.new_zeros((first.shape[0], *own.shape))
     for share in exchange.readers:
         totals[(slice(None), *share.tile.within(own))] += parts[share.device]
-    if layer.statistic is Statistic.MEAN:
-        return (totals[0] / exchange.total)[:, :, None, None]
-    assert x is not None and moments is not None
-    ones = (1,) * (x.dim() - 2)
-    mean, variance = moments.at(own)
+    return totals
+
+
+def mean_correction(exchange: Exchange, parts: dict[str, Tensor], rank: int) -> Tensor:
+    """What flows back through a mean into every element of this device's own tile."""
+    totals = _totals(exchange, parts)[0] / exchange.total
+    return totals.reshape(*totals.shape, *(1,) * (rank - 2))
+
+
+def norm_correction(
+    exchange: Exchange, parts: dict[str, Tensor], moments: Moments, eps: float, rank: int
+) -> tuple[Tensor, Tensor]:
+    """What flows back through a norm's statistics into its input x: offset + slope * x."""
+    assert exchange.own is not None
+    totals = _totals(exchange, parts)
+    mean, variance = moments.at(exchange.own.tile)
     scale = torch.rsqrt(variance + eps)
-    slope = scale * scale * totals[1]
-    offset = scale * totals[0] - slope * mean
-    offset, slope = (t.reshape(*t.shape, *ones) for t in (offset, slope))
-    return torch.addcmul(offset, slope, x).div_(-exchange.total)
+    slope = scale * scale * totals[1] / -exchange.total
+    offset = scale * totals[0] / -exchange.total - slope * mean
+    shape = (*offset.shape, *(1,) * (rank - 2))
+    return offset.reshape(shape), slope.reshape(shape)

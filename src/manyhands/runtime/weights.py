@@ -20,6 +20,12 @@ class Weights:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
 
+    def arrange(self, memory_format: torch.memory_format) -> None:
+        """Put filters in this order in memory."""
+        for tensor in self.tensors.values():
+            if tensor.dim() == 4:
+                tensor.data = tensor.data.contiguous(memory_format=memory_format)
+
     def piece(self, name: str, tile: Tile) -> Tensor:
         """A box of a weight, inside of what is held here."""
         held = self.tiles[name]
@@ -40,6 +46,8 @@ class Weights:
             return
         if tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor)
+        if 0 in tensor.grad.stride():  # one number seen many times cannot be written to in pieces
+            tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
         tensor.grad[tile.within(self.tiles[name])] = value
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,14 +13,12 @@ from manyhands.ir.graph import BatchNorm, Graph, GroupNorm, Input, Layer, Pointw
 from manyhands.ir.program import (
     Backward,
     Collect,
-    Content,
     Correct,
     Drop,
     Expect,
     Forward,
     Loss,
     Measure,
-    Message,
     Place,
     Prepare,
     Program,
@@ -35,12 +32,22 @@ from manyhands.ir.program import (
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.runtime.kernels import Function, Work, compute, count_batch
-from manyhands.runtime.norms import Moments, combine, correction, local_sums, measure, normalise
+from manyhands.runtime.formats import arranged
+from manyhands.runtime.mail import Mail
+from manyhands.runtime.norms import (
+    Moments,
+    combine,
+    local_sums,
+    mean_correction,
+    measure,
+    norm_correction,
+    normalise,
+)
+from manyhands.runtime.store import Store
 from manyhands.runtime.tape import Box, Root, Source, Tape
-from manyhands.runtime.transport import Pending, Transport
+from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import Weights
 
-Buffer = tuple[str, int | None]
 LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
 
 
@@ -51,24 +58,6 @@ class Batch:
     inputs: Sequence[Tensor]
     loss: LossFunction
     step: int = 0
-
-
-@dataclass
-class State:
-    """What is alive on this device in the middle of a step."""
-
-    values: dict[Buffer, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of results, on the computed tile
-    borrowed: set[str] = field(default_factory=set)  # gradients that somebody else may hold too
-    read_gradients: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # of tiles put together
-    tapes: dict[int, Tape] = field(default_factory=dict)
-    parts: defaultdict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    sums: defaultdict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    moments: dict[str, Moments] = field(default_factory=dict)
-    own_inputs: dict[str, Tensor] = field(default_factory=dict)  # a norm's input, on this device's home tile
-    arriving: dict[int, tuple[Pending, Tensor]] = field(default_factory=dict)
-    adding: dict[int, tuple[Pending, Tensor, Sum]] = field(default_factory=dict)
-    loss: float | None = None
 
 
 class Worker:
@@ -90,81 +79,66 @@ class Worker:
         self.graph, self.layers, self.program, self.territory = graph, graph.by_name(), program, territory
         self.weights, self.functions, self.inplace, self.transport = weights, functions, inplace, transport
         self.update, self.seed = update, seed
+        self.store = Store(graph, territory)
+        self.mail = Mail(program.device, self.store, weights, transport)
         self.last_uses = {s.chunk: self._last_uses(s) for s in program.steps if isinstance(s, Forward)}
         self.anchor = torch.zeros((), requires_grad=True)
-        self.state = State()
+
+    def use_format(self, memory_format: torch.memory_format) -> None:
+        """Compute with tensors that lie in this order. Not to be called after an optimiser took the weights."""
+        self.store.memory_format = memory_format
+        self.weights.arrange(memory_format)
 
     def step(self, batch: Batch) -> float | None:
         """One training step; the loss, on a device that evaluates it."""
-        self.state, self.batch = State(), batch
+        self.store.clear()
+        self.batch = batch
         for parameter in self.weights.parameters().values():
             parameter.grad = None
         for step in self.program.steps:
             self.run(step)
         self.transport.flush()
-        return self.state.loss
+        loss = self.store.loss
+        self.store.clear()
+        return loss
 
     def run(self, step: Step) -> None:
-        state = self.state
+        store = self.store
         match step:
             case Prepare(layer, segment, tile):
-                state.values[layer, segment] = torch.empty(tile.shape, dtype=self._dtype(layer))
+                store.values[layer, segment] = store.empty(layer, tile)
             case Place(layer, segment, tile):
-                whole = self.territory.needed[layer, segment]
-                state.values[layer, segment][tile.within(whole)] = self._own(layer, tile)
+                store.margin(layer, segment, tile).copy_(store.own(layer, tile))
             case Forward(chunk, layers):
                 self.forward(chunk, layers)
             case Backward(chunk):
                 self.backward(chunk)
             case Measure(layer):
                 source = self.layers[layer].inputs[0]
-                own = self._own(source, self.territory.home[source])
-                state.parts[layer][self.program.device] = measure(self.layers[layer], own)
+                own = store.own(source, self.territory.home[source])
+                store.parts[layer][self.program.device] = measure(self.layers[layer], own)
             case Correct(layer):
                 self.correct(self.layers[layer])
             case Send(message):
-                self.transport.send(self._outgoing(message), message.target, message.tag)
+                self.mail.send(message)
             case Expect(message):
-                self._expect(message)
+                self.mail.expect(message)
             case Receive(message):
-                self._receive(message)
+                self.mail.receive(message)
             case Return(layer, segment, tile):
                 self._return(layer, segment, tile)
             case Drop(layer, segment):
-                state.values.pop((layer, segment), None)
+                store.values.pop((layer, segment))
             case Loss():
                 self.loss()
             case Sum():
-                pieces = [self.weights.gradient(p.parameter, p.tile).reshape(-1) for p in step.pieces]
-                total = torch.cat(pieces)
-                state.adding[step.bucket] = self.transport.sum(total, step.among), total, step
-                for piece in step.pieces:  # the sum takes their place
-                    if self.weights.tiles[piece.parameter] == piece.tile:
-                        self.weights.tensors[piece.parameter].grad = None
+                self.mail.start_sum(step)
             case Collect(bucket):
-                self._collect(bucket)
+                self.mail.collect(bucket)
             case Update():
                 self.update()
             case _:
                 raise TypeError(f"this worker cannot run {step}")
-
-    # ---- values --------------------------------------------------------------------------------------
-
-    def _dtype(self, layer: str) -> torch.dtype:
-        dtype = getattr(torch, self.layers[layer].dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    def _own(self, layer: str, tile: Tile) -> Tensor:
-        """A tile of what this device itself computed."""
-        return self.state.values[layer, None][tile.within(self.territory.computed[layer])]
-
-    def _buffer(self, source: str, segment: int) -> Buffer:
-        return source, segment if (source, segment) in self.territory.needed else None
-
-    def _tile_of(self, buffer: Buffer) -> Tile:
-        layer, segment = buffer
-        return self.territory.computed[layer] if segment is None else self.territory.needed[layer, segment]
 
     # ---- forward -------------------------------------------------------------------------------------
 
@@ -180,7 +154,7 @@ class Worker:
         return frees
 
     def forward(self, chunk: int, layers: tuple[str, ...]) -> None:
-        tape = self.state.tapes[chunk] = Tape()
+        tape = self.store.tapes[chunk] = Tape()
         here: dict[str, tuple[Tensor, Tile]] = {}
         exports = self.territory.exports[chunk]
         for name in layers:
@@ -188,7 +162,7 @@ class Worker:
             result = self._compute(layer, here, tape)
             here[name] = result, self.territory.computed[name]
             if name in exports:
-                self.state.values[name, None] = result.detach()
+                self.store.values[name, None] = result.detach()
                 if result.requires_grad:
                     box = Box()
                     tape.roots[name] = Root.apply(result, box), box
@@ -224,11 +198,11 @@ class Worker:
         if source not in here:
             here[source] = self._bring(source, reader, tape)
         tensor, tile = here[source]
-        if tile == need:
-            return tensor
         if not need.numel:
             return tensor.new_empty(need.shape)
-        return tensor[need.within(tile)]
+        part = tensor if tile == need else tensor[need.within(tile)]
+        from_batch = isinstance(self.layers[source].operation, Input)
+        return arranged(part, self.store.memory_format) if from_batch else part
 
     def _bring(self, source: str, reader: Layer, tape: Tape) -> tuple[Tensor, Tile]:
         layer = self.layers[source]
@@ -238,11 +212,11 @@ class Worker:
             case _ if layer.parameters and not layer.inputs:
                 name = layer.parameters[0].name
                 return self.weights.tensors[name], self.weights.tiles[name]
-        buffer = self._buffer(source, self.territory.segment_of[reader.name])
-        tile = self._tile_of(buffer)
+        buffer = self.store.buffer(source, self.territory.segment_of[reader.name])
+        tile = self.store.tile_of(buffer)
         if not tile.numel:
-            return torch.empty(tile.shape, dtype=self._dtype(source)), tile
-        value = self.state.values[buffer]
+            return torch.empty(tile.shape, dtype=self.store.dtype(source)), tile
+        value = self.store.values[buffer]
         if not layer.differentiable:
             return value, tile
         box = tape.sources.setdefault(buffer, Box())
@@ -263,21 +237,21 @@ class Worker:
         x = self._read(layer.inputs[0], tile, layer, here, tape)
         home = self.territory.home[layer.inputs[0]]
         if layer.name in self.territory.tape_holds_input and home.numel:
-            self.state.own_inputs[layer.name] = x.detach()[home.within(tile)]
+            self.store.own_inputs[layer.name] = x.detach()[home.within(tile)]
         if isinstance(operation, BatchNorm):
             self._follow(layer, operation, moments, tile, weights)
         return normalise(layer, x, tile, moments, weights, operation.eps, box)
 
     def _moments(self, layer: Layer) -> Moments:
         """The whole statistics of a layer, put together when first asked for."""
-        if layer.name not in self.state.moments:
-            exchange, parts = self.territory.exchanges[layer.name], self.state.parts.pop(layer.name)
+        if layer.name not in self.store.moments:
+            exchange, parts = self.territory.exchanges[layer.name], self.store.parts.pop(layer.name)
             mine = self.program.device
             for share in exchange.shares:
                 if share.device == mine and exchange.own is not None:
                     parts[mine] = parts[mine][(slice(None), *share.tile.within(exchange.own.tile))]
-            self.state.moments[layer.name] = combine(layer, exchange, parts, next(iter(parts.values())))
-        return self.state.moments[layer.name]
+            self.store.moments[layer.name] = combine(layer, exchange, parts, next(iter(parts.values())))
+        return self.store.moments[layer.name]
 
     def _follow(
         self, layer: Layer, operation: BatchNorm, moments: Moments, tile: Tile, weights: dict[str, Tensor]
@@ -297,63 +271,47 @@ class Worker:
         names = dict.fromkeys(self.graph.outputs)
         leaves = {}
         for name in names:
-            value = self.state.values[self._buffer(name, end)].detach()
+            value = self.store.values[self.store.buffer(name, end)].detach()
             leaves[name] = value.requires_grad_(self.layers[name].differentiable)
         with torch.enable_grad():
             loss = self.batch.loss(tuple(leaves[name] for name in self.graph.outputs))
-        self.state.loss = float(loss.detach())
+        self.store.loss = float(loss.detach())
         if loss.requires_grad:
             loss.backward()
         for name, leaf in leaves.items():
             home = self.territory.home[name]
             if leaf.grad is not None and home.numel:
-                self._add_gradient(name, home, leaf.grad[home.within(Tile.whole(self.layers[name].shape))])
+                self.store.add_gradient(name, home, leaf.grad[home.within(Tile.whole(self.layers[name].shape))])
 
     # ---- backward ------------------------------------------------------------------------------------
 
-    def _add_gradient(self, layer: str, tile: Tile, value: Tensor) -> None:
-        """Add to the gradient of what this device computed of a layer."""
-        computed = self.territory.computed[layer]
-        held = self.state.gradients.get(layer)
-        if held is None and tile == computed:
-            self.state.gradients[layer] = value
-            self.state.borrowed.add(layer)
-            return
-        if held is None:
-            held = value.new_zeros(computed.shape)
-        elif layer in self.state.borrowed:
-            held = held.clone()
-        self.state.borrowed.discard(layer)
-        held[tile.within(computed)] += value
-        self.state.gradients[layer] = held
-
     def backward(self, chunk: int) -> None:
-        tape = self.state.tapes.pop(chunk)
-        tape.backward(self.state.gradients)
+        tape = self.store.tapes.pop(chunk)
+        tape.backward(self.store.gradients)
         for buffer, box in tape.sources.items():
             gradient = box.take()
             if gradient is None:
                 continue
             layer, segment = buffer
             if segment is None:
-                self._add_gradient(layer, self.territory.computed[layer], gradient)
-            elif (layer, segment) in self.state.read_gradients:
-                self.state.read_gradients[layer, segment] = self.state.read_gradients[layer, segment] + gradient
+                self.store.add_gradient(layer, self.territory.computed[layer], gradient)
+            elif (layer, segment) in self.store.read_gradients:
+                self.store.read_gradients[layer, segment] = self.store.read_gradients[layer, segment] + gradient
             else:
-                self.state.read_gradients[layer, segment] = gradient
+                self.store.read_gradients[layer, segment] = gradient
         for name, box in tape.sums.items():
             self._keep_sums(name, box)
 
     def _keep_sums(self, name: str, box: Box) -> None:
         layer, exchange = self.layers[name], self.territory.exchanges[name]
-        moments = self.state.moments[name]
+        moments = self.store.moments[name]
         tile = self.territory.computed[name]
-        self.state.sums[name][self.program.device] = local_sums(layer, exchange, tile, box, moments.mean)
+        self.store.sums[name][self.program.device] = local_sums(layer, exchange, tile, box, moments.mean)
 
     def correct(self, layer: Layer) -> None:
         name, source = layer.name, layer.inputs[0]
         exchange, home = self.territory.exchanges[name], self.territory.home[source]
-        parts = self.state.sums.pop(name, {})
+        parts = self.store.sums.pop(name, {})
         if self.program.device in parts:
             own = next((s.tile for s in exchange.readers if s.device == self.program.device), None)
             assert exchange.known is not None
@@ -362,81 +320,15 @@ class Worker:
                 parts[self.program.device] = mine[(slice(None), *own.within(exchange.known))]
         if not parts:
             return
-        x, moments = None, None
-        if layer.statistic is not Statistic.MEAN:
-            x = self.state.own_inputs.pop(name, None)
-            x = self._own(source, home) if x is None else x
-            moments = self._moments(layer)
-        eps = layer.operation.eps if isinstance(layer.operation, BatchNorm | GroupNorm) else 0.0
-        value = correction(layer, exchange, parts, x, moments, eps)
-        self._add_gradient(source, home, value.expand(home.shape))
+        own = self.store.own_gradient(source)[home.within(self.territory.computed[source])]
+        if not isinstance(layer.operation, BatchNorm | GroupNorm):
+            own += mean_correction(exchange, parts, own.dim())
+            return
+        offset, slope = norm_correction(exchange, parts, self._moments(layer), layer.operation.eps, own.dim())
+        x = self.store.own_inputs.pop(name, None)
+        own.addcmul_(slope, self.store.own(source, home) if x is None else x).add_(offset)
 
     def _return(self, layer: str, segment: int, tile: Tile) -> None:
-        gradient = self.state.read_gradients.pop((layer, segment), None)
+        gradient = self.store.read_gradients.pop((layer, segment), None)
         if gradient is not None:
-            self._add_gradient(layer, tile, gradient[tile.within(self.territory.needed[layer, segment])])
-
-    # ---- messages ------------------------------------------------------------------------------------
-
-    def _outgoing(self, message: Message) -> Tensor:
-        """What to send: a copy of its own, so that what it was taken from may change or go."""
-        state, layer = self.state, message.layer
-        match message.content:
-            case Content.VALUE:
-                return self._own(layer, message.tile).clone(memory_format=torch.contiguous_format)
-            case Content.GRADIENT:
-                gradient = state.read_gradients.get((layer, message.segment))
-                if gradient is None:
-                    return torch.zeros(message.tile.shape, dtype=self._dtype(layer))
-                part = message.tile.within(self.territory.needed[layer, message.segment])
-                return gradient[part].clone(memory_format=torch.contiguous_format)
-            case Content.MOMENTS:
-                own = self.territory.exchanges[layer].own
-                assert own is not None
-                part = (slice(None), *message.tile.within(own.tile))
-                return state.parts[layer][self.program.device][part].clone()
-            case Content.SUMS:
-                known = self.territory.exchanges[layer].known
-                assert known is not None
-                part = (slice(None), *message.tile.within(known))
-                return state.sums[layer][self.program.device][part].clone()
-
-    def _expect(self, message: Message) -> None:
-        dtype = self._dtype(message.layer)
-        if message.content in (Content.VALUE, Content.GRADIENT):
-            shape: tuple[int, ...] = message.tile.shape
-        else:
-            rows = 1 if self.layers[message.layer].statistic is Statistic.MEAN else 2
-            shape = (rows, *message.tile.shape)
-        buffer = None
-        if message.content is Content.VALUE:  # straight into the margin, where its memory is in one piece
-            whole = self.territory.needed[message.layer, message.segment]
-            margin = self.state.values[message.layer, message.segment][message.tile.within(whole)]
-            buffer = margin if margin.is_contiguous() else None
-        if buffer is None:
-            buffer = torch.empty(shape, dtype=dtype)
-        self.state.arriving[message.tag] = self.transport.expect(buffer, message.source, message.tag), buffer
-
-    def _receive(self, message: Message) -> None:
-        pending, buffer = self.state.arriving.pop(message.tag)
-        pending.wait()
-        layer, segment, tile = message.layer, message.segment, message.tile
-        match message.content:
-            case Content.VALUE:
-                whole = self.territory.needed[layer, segment]
-                margin = self.state.values[layer, segment][tile.within(whole)]
-                if margin.data_ptr() != buffer.data_ptr():
-                    margin.copy_(buffer)
-            case Content.GRADIENT:
-                self._add_gradient(layer, tile, buffer)
-            case Content.MOMENTS:
-                self.state.parts[layer][message.source] = buffer
-            case Content.SUMS:
-                self.state.sums[layer][message.source] = buffer
-
-    def _collect(self, bucket: int) -> None:
-        pending, total, step = self.state.adding.pop(bucket)
-        pending.wait()
-        sizes = [piece.tile.numel for piece in step.pieces]
-        for piece, value in zip(step.pieces, total.split(sizes), strict=True):
-            self.weights.set_gradient(piece.parameter, piece.tile, value.view(piece.tile.shape))
+            self.store.add_gradient(layer, tile, gradient[tile.within(self.territory.needed[layer, segment])])

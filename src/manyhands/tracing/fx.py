@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from manyhands.errors import RequestError
+
+
+class _Proxy(fx.Proxy):
+    """A proxy that tells `x += y`, which changes x for all its readers, from `x = x + y`."""
+
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    def __isub__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
+
+    def __imul__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
 class Walker(fx.Tracer):
@@ -18,20 +37,34 @@ class Walker(fx.Tracer):
         super().__init__()
         self.opaque: dict[str, str] = {}  # module path -> why it could not be seen through
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        before = len(self.graph.nodes)
+        before, stack = len(self.graph.nodes), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
             path = self.path_of_module(m)
             self.opaque[path] = first_line(error)
+            self.module_stack = stack
             for node in list(self.graph.nodes)[before:][::-1]:
                 self.graph.erase_node(node)
             return self.create_proxy("call_module", path, args, kwargs)
 
 
-def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> tuple[fx.Graph, dict[fx.Node, Any], dict[str, str]]:
-    """The calls of a model, what each returns for this input (tensors on meta), and what stayed opaque."""
+@dataclass(frozen=True)
+class Walk:
+    """The calls of a model, in order, and what is known of each."""
+
+    calls: fx.Graph
+    values: dict[fx.Node, Any]  # what each returns for this input, tensors on meta
+    overwrites: dict[fx.Node, tuple[fx.Node, ...]]  # which of its arguments each changes in place
+    opaque: dict[str, str]  # modules that could not be seen through, and why
+
+
+def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
+    """Follow a model's forward for inputs of these shapes."""
     walker = Walker()
     try:
         graph = walker.trace(model)
@@ -40,10 +73,11 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> tuple[fx.Graph, d
             f"{type(model).__name__} cannot be traced: {first_line(error)}. "
             "Forward must not branch on the values of tensors."
         ) from error
-    return graph, _propagate(model, graph, example), walker.opaque
+    runner = _propagate(model, graph, example)
+    return Walk(graph, runner.values, runner.overwrites, walker.opaque)
 
 
-def _propagate(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
+def _propagate(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> _Runner:
     """Run the calls on meta tensors; the model's own weights and buffers stay untouched."""
     runner = _Runner(fx.GraphModule(model, graph))
     state = {
@@ -52,7 +86,7 @@ def _propagate(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor
     }
     with torch.no_grad():
         torch.func.functional_call(runner, state, tuple(tensor.to("meta") for tensor in example))
-    return runner.values
+    return runner
 
 
 class _Runner(nn.Module):
@@ -60,29 +94,75 @@ class _Runner(nn.Module):
         super().__init__()
         self.inner = inner
         self.values: dict[fx.Node, Any] = {}
+        self.overwrites: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def forward(self, *example: torch.Tensor) -> Any:
-        return _Recorder(self.inner, self.values).run(*example)
+        return _Recorder(self).run(*example)
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.values = values
+    def __init__(self, runner: _Runner) -> None:
+        super().__init__(runner.inner, garbage_collect_values=False)
+        self.values, self.overwrites = runner.values, runner.overwrites
 
     def run_node(self, node: fx.Node) -> Any:
+        before = {n: _version(self.values[n]) for n in node.all_input_nodes}
         try:
-            result = super().run_node(node)
+            result = self._run(node)
         except Exception as error:
             raise RequestError(f"{where(node)} does not fit its input: {first_line(error)}") from error
-        if node.op == "get_attr" and isinstance(result, torch.Tensor) and not result.is_meta:
-            result = result.to("meta")  # a tensor kept as a plain attribute
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            result = result.to("meta")  # a tensor kept as a plain attribute, or made in forward
+        if isinstance(result, torch.device):
+            result = torch.device("cpu")  # where the model will run, not where it is walked
         self.values[node] = result
-        return result
+        self.overwrites[node] = tuple(n for n, old in before.items() if _version(self.values[n]) != old)
+        return torch.device("meta") if isinstance(result, torch.device) else result
+
+    def _run(self, node: fx.Node) -> Any:
+        try:
+            result = super().run_node(node)
+            return result.clone() if self._copies(node) else result
+        except Exception:
+            if node.op != "call_module":
+                raise
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            return _run_on_zeros(self.fetch_attr(str(node.target)), args, kwargs)
+
+    def _copies(self, node: fx.Node) -> bool:
+        """Does this call copy where it runs, but return a view on meta?"""
+        if node.op == "call_module":
+            return isinstance(self.fetch_attr(str(node.target)), _COPYING_MODULES)
+        return getattr(node.target, "__name__", None) in _COPYING_FUNCTIONS
+
+
+_COPYING_MODULES = (nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle)
+_COPYING_FUNCTIONS = ("channel_shuffle", "pixel_shuffle", "pixel_unshuffle")
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was overwritten; the sum for a tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    return sum(_version(part) for part in value) if isinstance(value, tuple | list) else 0
+
+
+def _run_on_zeros(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a module that looks at values returns; its own weights and buffers are left alone."""
+    state = {n: _zeros(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+    inputs = pytree.tree_map(_zeros, args)
+    result = torch.func.functional_call(module, state, inputs, kwargs)
+    if _version(inputs):
+        raise ValueError("it overwrites its input. Use a form that does not work in place")
+    return pytree.tree_map(lambda v: v.to("meta") if isinstance(v, torch.Tensor) else v, result)
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def where(node: fx.Node) -> str:
-    """A name for a call that a person recognises: the module's path, or the function inside of which module."""
+    """A name for a call that a person recognises: the module's path, or the function and its module."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack")

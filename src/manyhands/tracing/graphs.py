@@ -1,11 +1,9 @@
-"""nn.Module -> Graph, and beside it the functions that the runtime calls for layers it does not know by kind."""
+"""nn.Module -> Graph, and the functions that the runtime calls for layers it does not know by kind."""
 
 from __future__ import annotations
 
-import copy
 import operator
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -14,14 +12,33 @@ import torch
 from torch import fx, nn
 
 from manyhands.errors import RequestError
-from manyhands.ir.graph import Constant, Dropout, Graph, Input, Layer, Operation, Parameter, Pointwise
-from manyhands.ir.graph import Concatenate, Expand, Rearrange, Take, Whole
+from manyhands.ir.graph import (
+    BatchNorm,
+    Concatenate,
+    Constant,
+    Dropout,
+    Graph,
+    Input,
+    Layer,
+    Operation,
+    Parameter,
+    Pointwise,
+    Take,
+    Whole,
+)
+from manyhands.tracing.calls import Call, Kind, Ref, Unsplittable
 from manyhands.tracing.factors import view_factors
-from manyhands.tracing.fx import walk, where
-from manyhands.tracing.kinds import Call, Kind, Ref, Unsplittable, describe
-from manyhands.tracing.modules import POINTWISE_MODULES, as_function
-
-Function = Callable[[Sequence[torch.Tensor], dict[str, torch.Tensor]], Any]
+from manyhands.tracing.functions import (
+    Function,
+    module_function,
+    node_function,
+    overwrites_by_name,
+    plain_name,
+)
+from manyhands.tracing.fx import Walk, walk, where
+from manyhands.tracing.kinds import describe
+from manyhands.tracing.memory import makes_own_memory, refuse_stale_views, same_memory, same_view
+from manyhands.tracing.modules import POINTWISE_MODULES, as_function, draws_random
 
 
 @dataclass(frozen=True)
@@ -35,35 +52,29 @@ class Traced:
 
 def trace(model: nn.Module, example: Sequence[torch.Tensor]) -> Traced:
     """The graph of a model for inputs of these shapes. The example's values are never looked at."""
-    calls, values, opaque = walk(model, example)
-    builder = _Builder(model, values, opaque)
-    for node in calls.nodes:
+    walked = walk(model, example)
+    builder = _Builder(model, walked)
+    for node in walked.calls.nodes:
         builder.visit(node)
     return builder.finish()
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """A tuple of tensors that a call returned: each element is made when it is picked."""
-
-    node: fx.Node
 
 
 @dataclass
 class _Builder:
     model: nn.Module
-    values: dict[fx.Node, Any]
-    opaque: dict[str, str]
+    walked: Walk
     layers: dict[str, Layer] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
     inplace: dict[str, Function] = field(default_factory=dict)
-    refs: dict[fx.Node, Any] = field(default_factory=dict)  # Ref, _Parts or a plain value
+    refs: dict[fx.Node, Any] = field(default_factory=dict)  # Ref, tuple of them, or a plain value
+    own_memory: set[str] = field(default_factory=set)  # layers whose result may be overwritten
     outputs: list[str] = field(default_factory=list)
     num_inputs: int = 0
 
     def __post_init__(self) -> None:
-        named = [*self.model.named_parameters(remove_duplicate=False)]
-        named += [*self.model.named_buffers(remove_duplicate=False)]
+        self.values = self.walked.values
+        named: list[tuple[str, torch.Tensor]] = [*self.model.named_parameters(remove_duplicate=False)]
+        named += self.model.named_buffers(remove_duplicate=False)
         first: dict[int, str] = {}
         self.canonical = {name: first.setdefault(id(tensor), name) for name, tensor in named}
         self.tensors = dict(named)
@@ -78,7 +89,7 @@ class _Builder:
         elif isinstance(self.values[node], torch.Tensor):
             self.refs[node] = self._tensor(node)
         elif _has_tensor(self.values[node]):
-            self.refs[node] = _Parts(node)
+            self.refs[node] = self._tuple(node)
         else:
             self.refs[node] = self.values[node]
 
@@ -108,38 +119,46 @@ class _Builder:
 
     def _tensor(self, node: fx.Node) -> Ref:
         """The layer of a call that returns a tensor."""
+        source: Any = self.refs[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else None
+        if isinstance(source, tuple) and node.target in (operator.getitem, getattr):
+            return self._picked(node, source)
         if node.target is operator.getitem:
-            source = self.refs[node.args[0]]
-            return self._pick(node, source.node) if isinstance(source, _Parts) else self._getitem(node, source)
-        function, args, kwargs, inplace = self._call(node)
+            return self._getitem(node, source)
+        function, args, kwargs = self._call(node)
         call = Call(function, args, kwargs, tuple(self.values[node].shape), self.model.training)
         if function == "stack":
             return self._stack(node, call)
         try:
-            if node.op == "call_module" and str(node.target) in self.opaque:
-                raise Unsplittable(f"it cannot be traced: {self.opaque[str(node.target)]}")
-            kind = describe(call)
-        except Unsplittable as reason:
-            kind = Kind(Whole(str(reason)), tuple(_refs((args, kwargs))), self._module_weights(node))
+            kind = self._kind(node, call)
         except RequestError as error:
             raise RequestError(f"{where(node)}: {error}") from None
-        return self._layer(node, kind, inplace)
+        return self._layer(node, kind, self.values[node])
 
-    def _call(self, node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], bool]:
-        """Name, arguments and whether it overwrites its first argument."""
+    def _kind(self, node: fx.Node, call: Call) -> Kind:
+        try:
+            if node.op == "call_module" and str(node.target) in self.walked.opaque:
+                raise Unsplittable(f"it cannot be traced: {self.walked.opaque[str(node.target)]}")
+            return describe(call)
+        except Unsplittable as reason:
+            if node.op == "call_module" and draws_random(self.model.get_submodule(str(node.target))):
+                raise RequestError(
+                    f"{call.function} draws random numbers inside and cannot be cut: no plan can repeat it."
+                ) from None
+            inputs = tuple(_refs((call.args, call.kwargs)))
+            return Kind(Whole(str(reason)), inputs, self._module_weights(node))
+
+    def _call(self, node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """Name and arguments of a call, tensors as Ref."""
         args = fx.map_arg(node.args, lambda n: self.refs[n])
         kwargs = dict(fx.map_arg(node.kwargs, lambda n: self.refs[n]))
-        if node.op == "call_module":
-            module = self.model.get_submodule(str(node.target))
-            known = as_function(module)
-            weights = {role: ref for role, ref in self._module_weights(node)}
-            if known is None:
-                return type(module).__name__, args, kwargs, False
-            return known[0], args, kwargs | known[1] | weights, bool(getattr(module, "inplace", False))
-        name = node.target if isinstance(node.target, str) else node.target.__name__
-        plain = _OPERATORS.get(name) or name.rstrip("_")
-        overwrites = bool(kwargs.pop("inplace", False)) or (name.endswith("_") and not name.startswith("_"))
-        return plain, args, kwargs, overwrites or name in _INPLACE_OPERATORS
+        if node.op != "call_module":
+            kwargs.pop("inplace", None)
+            return plain_name(node), args, kwargs
+        module = self.model.get_submodule(str(node.target))
+        known = as_function(module)
+        if known is None:
+            return type(module).__name__, args, kwargs
+        return known[0], args, kwargs | known[1] | dict(self._module_weights(node))
 
     def _module_weights(self, node: fx.Node) -> tuple[tuple[str, Ref], ...]:
         if node.op != "call_module":
@@ -154,15 +173,17 @@ class _Builder:
             for role, value in named
         )
 
-    def _layer(self, node: fx.Node, kind: Kind, inplace: bool) -> Ref:
-        value = self.values[node]
-        name = str(node.target) if node.op == "call_module" else node.name
-        name = self._unique(name)
+    def _layer(self, node: fx.Node, kind: Kind, value: torch.Tensor) -> Ref:
+        name = self._unique(str(node.target) if node.op == "call_module" else node.name)
         weights = tuple(replace(ref.parameter, role=role) for role, ref in kind.weights if ref.parameter)
         operation = kind.operation
-        if inplace and isinstance(operation, Pointwise | Dropout):
-            self._refuse_overwriting_a_view(node, kind.inputs[0])
+        overwrites = bool(self.walked.overwrites[node]) and not isinstance(operation, BatchNorm)
+        overwrites = overwrites or (node.op != "call_module" and overwrites_by_name(node))
+        own = not overwrites or kind.inputs[0].layer in self.own_memory
+        if overwrites and own and isinstance(operation, Pointwise | Dropout):
             operation = replace(operation, inplace=True)
+        if own and makes_own_memory(operation, self._function_name(node)):
+            self.own_memory.add(name)
         differentiable = value.dtype.is_floating_point and (
             any(p.trainable for p in weights) or any(self.layers[r.layer].differentiable for r in kind.inputs)
         )
@@ -171,76 +192,77 @@ class _Builder:
         self._add(Layer(name, operation, inputs, tuple(value.shape), weights, _dtype(value), differentiable))
         self._bind(node, name, kind)
         ref = Ref(name, tuple(value.shape))
-        if inplace and isinstance(operation, Pointwise | Dropout):  # whoever reads the input later reads this
-            self.refs = {n: ref if r == kind.inputs[0] else r for n, r in self.refs.items()}
+        if overwrites:
+            self._overwritten(node, ref)
         return ref
 
-    def _refuse_overwriting_a_view(self, node: fx.Node, source: Ref) -> None:
-        views = (Take, Rearrange, Expand)
-        layer = self.layers[source.layer]
-        if isinstance(layer.operation, views) and any(
-            isinstance(reader, fx.Node) and reader is not node
-            for other, ref in self.refs.items()
-            if isinstance(ref, Ref) and ref.layer in layer.inputs
-            for reader in _later(other, node)
-        ):
+    def _function_name(self, node: fx.Node) -> str:
+        if node.op == "call_module":
+            return type(self.model.get_submodule(str(node.target))).__name__
+        return plain_name(node)
+
+    def _overwritten(self, node: fx.Node, result: Ref) -> None:
+        """Whoever reads the overwritten tensor later reads the result."""
+        first: Any = node.args[0] if node.args else node.kwargs.get("input")
+        if not self._may_overwrite(node, first):
             raise RequestError(
-                f"{where(node)} overwrites a view of {layer.inputs[0]}, which is read again later. "
-                "Use the form that does not work in place."
+                f"{where(node)} overwrites a weight, a buffer or what is not its first argument."
             )
+        refuse_stale_views(node, self.values[first], self.values)
+        for other in self.refs:
+            if same_view(self.values[other], self.values[first]):
+                self.refs[other] = result
+
+    def _may_overwrite(self, node: fx.Node, first: Any) -> bool:
+        if not isinstance(first, fx.Node) or not isinstance(self.refs[first], Ref):
+            return False
+        constant = isinstance(self.layers[self.refs[first].layer].operation, Constant)
+        changed = [self.values[n] for n in self.walked.overwrites[node]]
+        return not constant and all(same_memory(value, self.values[first]) for value in changed)
 
     def _bind(self, node: fx.Node, name: str, kind: Kind) -> None:
         """Keep the function to call for this layer, with its tensors as arguments."""
         if node.op == "call_module":
             module = self.model.get_submodule(str(node.target))
-            self.functions[name] = _module_function(module, inplace=False)
+            self.functions[name] = module_function(module, node, kind, self.refs, inplace=False)
             if isinstance(module, POINTWISE_MODULES) and getattr(module, "inplace", False):
-                self.inplace[name] = _module_function(module, inplace=True)
+                self.inplace[name] = module_function(module, node, kind, self.refs, inplace=True)
             return
-        self.functions[name] = self._node_function(node, kind, inplace=False)
+        self.functions[name] = node_function(node, kind, self.refs, inplace=False)
         if isinstance(kind.operation, Pointwise):
-            self.inplace[name] = self._node_function(node, kind, inplace=True)
+            self.inplace[name] = node_function(node, kind, self.refs, inplace=True)
 
-    def _node_function(self, node: fx.Node, kind: Kind, *, inplace: bool) -> Function:
-        """The call with its tensor arguments replaced, in order, by the tiles handed in."""
-        order = {ref.layer: i for i, ref in enumerate(kind.inputs)}
-        roles = {ref.layer: role for role, ref in kind.weights}
-        refs = {n: self.refs[n] for n in node.all_input_nodes}
-        target, kwargs = _target(node, inplace), dict(node.kwargs)
-        if not inplace and "inplace" in kwargs:
-            kwargs["inplace"] = False
-
-        def run(inputs: Sequence[torch.Tensor], weights: dict[str, torch.Tensor]) -> Any:
-            def resolve(n: fx.Node) -> Any:
-                ref = refs[n]
-                if not isinstance(ref, Ref):
-                    return ref
-                return inputs[order[ref.layer]] if ref.layer in order else weights[roles[ref.layer]]
-
-            return target(*fx.map_arg(node.args, resolve), **fx.map_arg(kwargs, resolve))
-
-        return run
-
-    def _pick(self, node: fx.Node, source: fx.Node) -> Ref:
-        """One element of a tuple of tensors: a slice where the tuple is one, else a whole layer."""
-        function, args, kwargs, _ = self._call(source)
-        index = node.args[1]
-        elements = self.values[source]
+    def _tuple(self, node: fx.Node) -> tuple[Any, ...]:
+        """The elements of a tuple of tensors: slices where the tuple is made of them, else whole layers."""
+        function, args, kwargs = self._call(node)
+        if node.target in (operator.getitem, operator.add):  # a part of a tuple, or two joined
+            return tuple(node.target(*args))
+        elements, refs, start = tuple(self.values[node]), [], 0
         if function in ("chunk", "split", "tensor_split") and isinstance(args[0], Ref):
             rank = len(args[0].shape)
             dimension = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % rank
-            start = sum(element.shape[dimension] for element in elements[: index % len(elements)])
-            starts = tuple(start if d == dimension else 0 for d in range(rank))
-            return self._emit(node, Take(starts, (1,) * rank), (args[0],), tuple(self.values[node].shape))
-        inputs, weights = tuple(_refs((args, kwargs))), self._module_weights(source)
-        kind = Kind(Whole(f"{function} returns several tensors"), inputs, weights)
-        ref = self._layer(node, kind, inplace=False)
-        if source.op == "call_module":
-            whole = _module_function(self.model.get_submodule(str(source.target)), inplace=False)
-        else:
-            whole = self._node_function(source, kind, inplace=False)
-        self.functions[ref.layer] = lambda inputs, weights: whole(inputs, weights)[index]
-        return ref
+            for element in elements:
+                starts = tuple(start if d == dimension else 0 for d in range(rank))
+                refs.append(
+                    self._emit(node.name, Take(starts, (1,) * rank), (args[0],), tuple(element.shape))
+                )
+                start += element.shape[dimension]
+            return tuple(refs)
+        call = Call(function, args, kwargs, (), self.model.training)
+        kind = replace(self._kind(node, call), operation=Whole(f"{function} returns several tensors"))
+        for index, element in enumerate(elements):
+            refs.append(self._layer(node, kind, element) if isinstance(element, torch.Tensor) else element)
+            if isinstance(element, torch.Tensor):
+                self.functions[refs[-1].layer] = _element(self.functions[refs[-1].layer], index)
+        return tuple(refs)
+
+    def _picked(self, node: fx.Node, source: tuple[Any, ...]) -> Ref:
+        tensors, index = node.args
+        if node.target is getattr:
+            assert isinstance(tensors, fx.Node)
+            index = type(self.values[tensors]).__match_args__.index(index)
+        assert isinstance(index, int)
+        return source[index]
 
     def _getitem(self, node: fx.Node, source: Ref) -> Ref:
         """x[...] with slices, integers and None; anything else runs whole."""
@@ -248,7 +270,8 @@ class _Builder:
         index = index if isinstance(index, tuple) else (index,)
         if not all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in index):
             inputs = tuple(_refs((source, index)))
-            return self._layer(node, Kind(Whole("it is indexed by a tensor"), inputs), inplace=False)
+            kind = Kind(Whole("it is indexed by a tensor"), inputs)
+            return self._layer(node, kind, self.values[node])
         given = sum(part is not None and part is not Ellipsis for part in index)
         fill = (slice(None),) * (len(source.shape) - given)
         where_fill = index.index(Ellipsis) if Ellipsis in index else len(index)
@@ -256,12 +279,14 @@ class _Builder:
         starts, steps, sizes = [], [], []
         for part, size in zip((p for p in index if p is not None), source.shape, strict=True):
             chosen = range(size)[part] if isinstance(part, slice) else range(part % size, part % size + 1)
-            starts.append(chosen.start), steps.append(chosen.step), sizes.append(len(chosen))
+            starts.append(chosen.start)
+            steps.append(chosen.step)
+            sizes.append(len(chosen))
         if min(steps) < 0 or min(sizes) < 1:
             raise RequestError(f"{where(node)} takes an empty or backward slice.")
         taken = source
         if tuple(sizes) != source.shape:
-            taken = self._emit(node, Take(tuple(starts), tuple(steps)), (source,), tuple(sizes))
+            taken = self._emit(node.name, Take(tuple(starts), tuple(steps)), (source,), tuple(sizes))
         return self._viewed(node, taken, tuple(self.values[node].shape))
 
     def _viewed(self, node: fx.Node, source: Ref, shape: tuple[int, ...]) -> Ref:
@@ -269,31 +294,33 @@ class _Builder:
             return source
         factors = view_factors(source.shape, shape)
         assert factors is not None, "dimensions of size 1 always share factors"
-        return self._emit(node, factors, (source,), shape)
+        return self._emit(node.name, factors, (source,), shape)
 
     def _stack(self, node: fx.Node, call: Call) -> Ref:
         rank = len(call.result)
         dimension = call.get(1, "dim", 0) % rank
         shape = tuple(1 if d == dimension else size for d, size in enumerate(call.result))
         parts = tuple(self._viewed(node, ref, shape) for ref in call.get(0, "tensors"))
-        return self._emit(node, Concatenate(dimension), parts, call.result)
+        return self._emit(node.name, Concatenate(dimension), parts, call.result)
 
-    def _emit(
-        self, node: fx.Node, operation: Operation, inputs: tuple[Ref, ...], shape: tuple[int, ...]
-    ) -> Ref:
+    def _emit(self, base: str, operation: Operation, inputs: tuple[Ref, ...], shape: tuple[int, ...]) -> Ref:
         """A layer whose kind says everything: it needs no function of its own."""
-        name = self._unique(node.name)
+        name = self._unique(base)
         differentiable = any(self.layers[ref.layer].differentiable for ref in inputs)
         names = tuple(ref.layer for ref in inputs)
-        self._add(Layer(name, operation, names, shape, (), _dtype(self.values[node]), differentiable))
+        dtype = self.layers[names[0]].dtype
+        self._add(Layer(name, operation, names, shape, (), dtype, differentiable))
         return Ref(name, shape)
 
     def _output(self, value: Any) -> None:
         leaves: list[Any] = []
-        fx.map_arg(value, lambda n: leaves.append(self.refs[n]))
+        fx.map_arg(value, lambda n: leaves.extend(_flat(self.refs[n])))
         for leaf in leaves:
             if not isinstance(leaf, Ref):
                 raise RequestError("the model returns something that is not a tensor.")
+            if isinstance(self.layers[leaf.layer].operation, Input | Constant):  # a layer gives it owners
+                rank = len(leaf.shape)
+                leaf = self._emit("output", Take((0,) * rank, (1,) * rank), (leaf,), leaf.shape)
             self.outputs.append(leaf.layer)
 
     def _unique(self, name: str) -> str:
@@ -319,39 +346,6 @@ class _Builder:
         return Traced(Graph(layers, tuple(self.outputs)), self.functions, self.inplace)
 
 
-_OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ipow": "pow"}
-_INPLACE_OPERATORS = frozenset(_OPERATORS)
-
-
-def _target(node: fx.Node, inplace: bool) -> Callable[..., Any]:
-    """What a call calls; the form that leaves its first argument alone, unless asked otherwise."""
-    if isinstance(node.target, str):
-        name = node.target if inplace else node.target.rstrip("_")
-        return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
-    name = node.target.__name__
-    if inplace or not (name in _INPLACE_OPERATORS or name.endswith("_")):
-        return node.target
-    if name in _INPLACE_OPERATORS:
-        return getattr(operator, name[1:])
-    return getattr(torch, name.rstrip("_"), None) or getattr(torch.nn.functional, name.rstrip("_"))
-
-
-def _module_function(module: nn.Module, *, inplace: bool) -> Function:
-    if hasattr(module, "inplace") and module.inplace != inplace:
-        module = copy.copy(module)
-        module.inplace = inplace
-
-    lock = threading.Lock()  # functional_call swaps the module's weights, and devices may be threads
-
-    def run(inputs: Sequence[torch.Tensor], weights: dict[str, torch.Tensor]) -> Any:
-        if not weights:
-            return module(*inputs)
-        with lock:
-            return torch.func.functional_call(module, weights, tuple(inputs))
-
-    return run
-
-
 def _has_tensor(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
 
@@ -368,9 +362,12 @@ def _refs(value: Any) -> list[Ref]:
     return [ref for ref in dict.fromkeys(found) if ref.layer]
 
 
-def _later(node: fx.Node, than: fx.Node) -> list[fx.Node]:
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    return [user for user in node.users if order[user] > order[than]]
+def _flat(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, tuple | list) else [value]
+
+
+def _element(function: Function, index: int) -> Function:
+    return lambda inputs, weights: function(inputs, weights)[index]
 
 
 def _dtype(tensor: torch.Tensor) -> str:

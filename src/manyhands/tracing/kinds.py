@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import RequestError
@@ -21,9 +20,7 @@ from manyhands.ir.graph import (
     Linear,
     Mean,
     Mode,
-    Operation,
     Pad,
-    Parameter,
     Pointwise,
     Pool,
     Rearrange,
@@ -33,6 +30,7 @@ from manyhands.ir.graph import (
     Take,
     Window,
 )
+from manyhands.tracing.calls import Call, Kind, Ref, Unsplittable
 from manyhands.tracing.factors import (
     channel_shuffle_factors,
     permute_factors,
@@ -40,51 +38,6 @@ from manyhands.tracing.factors import (
     pixel_unshuffle_factors,
     view_factors,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor that a call reads: the layer that computes it, or the weight that it is."""
-
-    layer: str
-    shape: Shape
-    parameter: Parameter | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call with its sizes known: function name, arguments (tensors as Ref), shape of the result."""
-
-    function: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Shape
-    training: bool = True
-
-    def get(self, position: int, name: str, default: Any = None) -> Any:
-        if len(self.args) > position:
-            return self.args[position]
-        return self.kwargs.get(name, default)
-
-    @property
-    def source(self) -> Ref:
-        ref = self.get(0, "input")
-        if not isinstance(ref, Ref):
-            raise Unsplittable("its first argument is not a tensor")
-        return ref
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A call understood: its operation, which tensors it reads, which weights play which role."""
-
-    operation: Operation
-    inputs: tuple[Ref, ...]
-    weights: tuple[tuple[str, Ref], ...] = ()
-
-
-class Unsplittable(Exception):
-    """This call runs whole; the reason goes into the plan."""
 
 
 def describe(call: Call) -> Kind:
@@ -105,11 +58,13 @@ POINTWISE = frozenset(
     sigmoid tanh exp log log1p sqrt rsqrt abs clamp clamp_min clamp_max clip where maximum minimum lerp square
     reciprocal sign round floor ceil erf sin cos identity contiguous clone detach float double half to type_as
     eq ne lt le gt ge logical_and logical_or logical_not addcmul addcdiv masked_fill multiply subtract
-    divide negative absolute expm1 sinh cosh atan floordiv mod remainder zeros_like ones_like nan_to_num""".split()
+    divide negative absolute expm1 sinh cosh atan floordiv mod remainder zeros_like ones_like
+    nan_to_num""".split()  # noqa: SIM905
 )
 RANDOM = frozenset(
     """rand_like randn_like bernoulli rrelu gumbel_softmax alpha_dropout feature_alpha_dropout rand randn
-    fractional_max_pool2d stochastic_depth drop_block2d normal multinomial randint""".split()
+    fractional_max_pool2d stochastic_depth drop_block2d normal multinomial randint uniform exponential
+    random cauchy log_normal geometric poisson randperm""".split()  # noqa: SIM905
 )
 
 
@@ -318,7 +273,8 @@ def _group_norm(call: Call) -> Kind:
     if instance and (call.get(1, "running_mean") is not None or len(call.source.shape) < 3):
         raise Unsplittable("instance norm with running statistics")
     groups = call.source.shape[1] if instance else call.get(1, "num_groups")
-    names = {"weight": call.get(3 if instance else 2, "weight"), "bias": call.get(4 if instance else 3, "bias")}
+    at = 3 if instance else 2
+    names = {"weight": call.get(at, "weight"), "bias": call.get(at + 1, "bias")}
     weights = tuple((name, ref) for name, ref in names.items() if ref is not None)
     if any(ref.parameter is None for _, ref in weights):
         raise Unsplittable("its weights are computed in forward")
@@ -397,4 +353,3 @@ HANDLERS |= dict.fromkeys(("cat", "concat", "concatenate"), _concatenate)
 HANDLERS |= dict.fromkeys(("matmul", "bmm", "scaled_dot_product_attention"), _batched)
 HANDLERS |= dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"), _view)
 HANDLERS |= dict.fromkeys(("ravel", "view_as", "reshape_as"), _view)
-

@@ -12,8 +12,24 @@ Arguments = dict[str, Any]
 
 def as_function(module: nn.Module) -> tuple[str, Arguments] | None:
     """Name and arguments of the function a module calls, or None for a module we do not know."""
+    if module._forward_hooks or module._forward_pre_hooks:  # it does more than its type says
+        return None
     describe = MODULES.get(type(module))
     return describe(module) if describe else None
+
+
+def draws_random(module: nn.Module) -> bool:
+    """Does a module that is to run whole contain dropout or the like, switched on?"""
+    return any(
+        inner.training and (isinstance(inner, RANDOM_MODULES) or _dropout_of(inner) > 0)
+        for inner in module.modules()
+    )
+
+
+def _dropout_of(module: nn.Module) -> float:
+    """Probability with which a module drops what it computes."""
+    probability = getattr(module, "p" if isinstance(module, DROPOUTS) else "dropout", 0.0)
+    return probability if isinstance(probability, float) else 0.0
 
 
 def _named(function: str, *attributes: str, **renamed: str) -> Callable[[nn.Module], tuple[str, Arguments]]:
@@ -49,6 +65,8 @@ def _dropout(function: str) -> Callable[[nn.Module], tuple[str, Arguments]]:
     return lambda module: (function, {"p": module.p, "training": module.training})
 
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+RANDOM_MODULES = (nn.RReLU, nn.FractionalMaxPool2d)
 _CONVOLUTION = ("stride", "padding", "dilation", "groups")
 
 MODULES: dict[type, Callable[[Any], tuple[str, Arguments]]] = {
@@ -88,12 +106,12 @@ MODULES: dict[type, Callable[[Any], tuple[str, Arguments]]] = {
 }
 for _module in (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d):
     MODULES[_module] = _named("interpolate", "size", "scale_factor", "mode", "align_corners")
-for _module in (nn.ZeroPad2d, nn.ConstantPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.CircularPad2d):
-    MODULES[_module] = _pad
+for _padding in (nn.ZeroPad2d, nn.ConstantPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.CircularPad2d):
+    MODULES[_padding] = _pad
 POINTWISE_MODULES = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish),
     *(nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink),
     *(nn.Hardshrink, nn.Threshold, nn.Sigmoid, nn.Tanh, nn.Identity),
 )
-for _module in POINTWISE_MODULES:
-    MODULES[_module] = lambda module: ("identity", {})
+for _pointwise in POINTWISE_MODULES:
+    MODULES[_pointwise] = lambda module: ("identity", {})

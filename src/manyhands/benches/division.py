@@ -1,0 +1,94 @@
+"""Is memory really divided: activations by rows, weights by channels, on four processes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from manyhands import api
+from manyhands.ir.codec import encode
+from manyhands.loading import load_model
+from manyhands.runtime.ranks import launch
+from manyhands.tasks import MeasureJob
+
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Each device's memory as a part of what one device needs for all."""
+
+    case: str
+    measure: str
+    single_bytes: int
+    device_bytes: tuple[int, ...]
+    limit: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.device_bytes) / self.single_bytes
+
+    @property
+    def within(self) -> bool:
+        return self.worst <= self.limit
+
+
+def run() -> tuple[Row, ...]:
+    rows = _facts("yolov2-16", (3, 608, 608), 1, "rows", 4)
+    one = _facts("yolov2-16", (3, 608, 608), 1, "single", 1)
+    channels = _facts("vgg16", (3, 224, 224), 1, "channels", 4)
+    whole = _facts("vgg16", (3, 224, 224), 1, "single", 1)
+    case = "yolov2-16 at 608, batch 1, rows on 4 devices"
+    return (
+        _growth(case, "peak over the bare process", one, rows, "bare_bytes"),
+        _growth(case, "peak over the process ready to train", one, rows, "ready_bytes"),
+        Row(
+            "vgg16, channels on 4 devices",
+            "weights + gradients + momentum",
+            whole[0]["held_bytes"],
+            tuple(facts["held_bytes"] for facts in channels),
+            0.30,
+        ),
+    )
+
+
+def _growth(case: str, what: str, one: list[Facts], many: list[Facts], base: str) -> Row:
+    grown = [facts["peak_bytes"] - facts[base] for facts in (*one, *many)]
+    return Row(case, what, grown[0], tuple(grown[1:]), 0.35)
+
+
+def _facts(
+    name: str, shape: tuple[int, ...], batch: int, strategy: str, devices: int
+) -> list[Facts]:
+    """What every process said of its memory after four steps."""
+    with torch.device("meta"):
+        model = load_model(name)
+    graph = api.trace(model, torch.empty(batch, *shape, device="meta")).graph
+    plan = api.plan(graph, devices, strategy)
+    said = launch("measure", encode(MeasureJob(name, (shape,), plan, 4, 0)), plan.devices)
+    return [next(e for e in events if e["event"] == "memory") for events in said.values()]
+
+
+def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+    return [asdict(row) | {"worst": row.worst, "within": row.within} for row in rows]
+
+
+def table(rows: tuple[Row, ...]) -> Table:
+    table = Table(title="Memory of each device as a part of one device's")
+    for heading in ("case", "measure", "one device", "each of four", "worst", "limit", "within"):
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(
+            row.case,
+            row.measure,
+            f"{row.single_bytes / 1e6:.0f} MB",
+            " ".join(f"{size / 1e6:.0f}" for size in row.device_bytes) + " MB",
+            f"{row.worst:.1%}",
+            f"{row.limit:.0%}",
+            "yes" if row.within else "NO",
+        )
+    return table

@@ -1,0 +1,207 @@
+"""The command line: the verbs of the api as commands; files in, tables or JSON out. Torch is imported late."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from manyhands.errors import ManyhandsError, RequestError
+
+app = typer.Typer(
+    help="Many hands make light work: train one CNN on several small devices, exactly as on one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Reproduce a table or figure.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Model = Annotated[str, typer.Argument(help="A zoo name (see `manyhands models`) or file.py:function.")]
+Input = Annotated[str | None, typer.Option("--input", help="One image: channels x rows x columns.")]
+BatchSize = Annotated[int, typer.Option("--batch", min=1, help="Images in a step, all devices together.")]
+ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="Cluster file (TOML).")]
+Devices = Annotated[int | None, typer.Option("--devices", help="That many local processes instead.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        help="auto, single, batch, rows, columns, grid, channels; batch:2,rows:2; 'rows; LAYER = batch'.",
+    ),
+]
+Shares = Annotated[str | None, typer.Option("--shares", help="Unequal shares, one a device: 3,1,1.")]
+Fuse = Annotated[
+    str | None, typer.Option("--fuse", help="Fused groups end after these layers: conv1,layer2.0.relu.")
+]
+Json = Annotated[bool, typer.Option("--json", help="The same facts as JSON.")]
+
+
+def main() -> None:
+    """Run a command; a mistake is one line and an exit code, never a traceback."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+    except ManyhandsError as error:
+        _fail(str(error), 2 if isinstance(error, RequestError) else 1)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's own: an unknown option, a missing argument
+            _fail(error.format_message(), 2)
+        raise
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"manyhands: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _show(renderable: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    console.print(renderable)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
+    strategy: Strategy = "batch:2,rows:2",
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Local processes.")] = 4,
+) -> None:
+    """Plan and train a small CNN on four local devices, and compare with plain PyTorch."""
+    from manyhands.demonstration import demonstrate
+
+    demonstrate(steps, strategy, devices)
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the models that come with manyhands."""
+    from rich.table import Table
+
+    from manyhands.models import ZOO
+
+    if as_json:
+        print(json.dumps([{"name": e.name, "input": e.input_shape, "what": e.description} for e in ZOO.values()]))
+        return
+    table = Table("model", "input", "what")
+    for entry in ZOO.values():
+        table.add_row(entry.name, "x".join(map(str, entry.input_shape)), entry.description)
+    _show(table)
+
+
+@app.command()
+def plan(
+    model: Model,
+    input: Input = None,
+    batch: BatchSize = 8,
+    cluster: ClusterFile = None,
+    devices: Devices = None,
+    strategy: Strategy = "auto",
+    shares: Shares = None,
+    fuse: Fuse = None,
+    save: Annotated[Path | None, typer.Option("--save", help="Write the plan to this file (JSON).")] = None,
+    program: Annotated[str | None, typer.Option("--program", help="Print this device's steps.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print who computes what, what travels and what it is expected to cost. Nothing is computed."""
+    from manyhands.requests import Request
+
+    request = Request.read(model, input, batch, cluster, devices, strategy, shares, fuse)
+    lowered = request.lower(request.plan())
+    if program is not None:
+        print(request.program(lowered, program))
+        return
+    from manyhands.ir.codec import encode, to_json
+    from manyhands.planning.summary import summarise
+
+    facts = summarise(lowered, request.cluster)
+    if save is not None:
+        save.write_text(to_json(lowered.plan) + "\n")
+    if as_json:
+        print(json.dumps({"plan": encode(lowered.plan), "facts": encode(facts)}))
+        return
+    from manyhands.reporting.text import plan_view
+
+    _show(plan_view(facts))
+
+
+@app.command()
+def verify(
+    model: Model,
+    input: Input = None,
+    batch: BatchSize = 4,
+    cluster: ClusterFile = None,
+    devices: Devices = None,
+    strategy: Strategy = "auto",
+    shares: Shares = None,
+    fuse: Fuse = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="A plan written with `plan --save`.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Prove that a plan trains like one device: three steps both ways, in float64, on real processes."""
+    from manyhands.proving import prove
+    from manyhands.requests import Request
+
+    default = 2 if cluster is None and devices is None else devices
+    request = Request.read(model, input, batch, cluster, default, strategy, shares, fuse, precision="float64")
+    chosen = request.load_plan(plan) if plan is not None else request.plan()
+    difference = prove(request, chosen, quiet=as_json)
+    if as_json:
+        from dataclasses import asdict
+
+        print(json.dumps(asdict(difference) | {"exact": difference.exact}))
+    raise typer.Exit(0 if difference.exact else 1)
+
+
+@bench.command()
+def conformance(as_json: Json = False) -> None:
+    """Every ordinary layer in every cut: is it exact? Our column beside the peers'."""
+    from rich.progress import Progress
+
+    from manyhands.benches import conformance as bench_conformance
+
+    with Progress(disable=as_json or not sys.stderr.isatty()) as bar:
+        task = bar.add_task("cases")
+        rows = bench_conformance.run(
+            lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+        )
+    if as_json:
+        print(json.dumps(bench_conformance.to_json(rows)))
+    else:
+        _show(bench_conformance.table(rows))
+    raise typer.Exit(0 if all(row.verdict == "exact" for row in rows) else 1)
+
+
+@bench.command()
+def overhead(
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Alternations of engine and plain.")] = 6,
+    as_json: Json = False,
+) -> None:
+    """What the engine costs on one device: time and peak memory against a plain PyTorch loop."""
+    from manyhands.benches import overhead as bench_overhead
+
+    rows = bench_overhead.run(rounds)
+    print(json.dumps(bench_overhead.to_json(rows))) if as_json else _show(bench_overhead.table(rows))
+    raise typer.Exit(0 if all(row.within for row in rows) else 1)
+
+
+@bench.command()
+def division(as_json: Json = False) -> None:
+    """Is memory really divided: activations by rows, weights by channels, on four devices."""
+    from manyhands.benches import division as bench_division
+
+    rows = bench_division.run()
+    print(json.dumps(bench_division.to_json(rows))) if as_json else _show(bench_division.table(rows))
+    raise typer.Exit(0 if all(row.within for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A lowered plan in facts that a person reads: what is cut how, what travels, what is done twice."""
+
+from __future__ import annotations
+
+from manyhands.ir.cluster import Cluster
+from manyhands.ir.geometry import Tile
+from manyhands.ir.graph import Whole
+from manyhands.ir.program import Receive, Sum
+from manyhands.ir.report import PlanFacts, SegmentFacts, WholeLayer
+from manyhands.planning.costs import forward_flops, weight_bytes
+from manyhands.planning.lowering import Lowered
+from manyhands.planning.simulation import simulate
+
+
+def summarise(lowered: Lowered, cluster: Cluster) -> PlanFacts:
+    """The facts of a plan."""
+    received = [0] * (len(lowered.plan.segments) + 1)
+    for program in lowered.programs:
+        for step in program.steps:
+            if isinstance(step, Receive):
+                received[step.message.segment] += step.message.num_bytes
+    sums = {s.bucket: s.num_bytes for p in lowered.programs for s in p.steps if isinstance(s, Sum)}
+    held = {
+        d: {name: tiles[d] for name, tiles in lowered.holders.items() if d in tiles} for d in lowered.plan.devices
+    }
+    return PlanFacts(
+        batch=lowered.plan.batch,
+        devices=lowered.plan.devices,
+        exact=lowered.plan.exact,
+        segments=tuple(_segment(lowered, i, received[i]) for i in range(len(lowered.plan.segments))),
+        whole=_whole(lowered),
+        summed_bytes=sum(sums.values()),
+        weight_bytes=tuple((d, weight_bytes(lowered.graph, tiles)) for d, tiles in held.items()),
+        forecast=simulate(lowered, cluster).cost,
+    )
+
+
+def _segment(lowered: Lowered, index: int, received_bytes: int) -> SegmentFacts:
+    segment, layers = lowered.plan.segments[index], lowered.graph.by_name()
+    names = segment.layers
+    flops = {
+        device: sum(forward_flops(layers[n], lowered.regions.computed[n][device]) for n in names)
+        for device in lowered.plan.devices
+    }
+    once = sum(forward_flops(layers[n], Tile.whole(layers[n].shape)) for n in names)
+    total = sum(flops.values()) or 1
+    return SegmentFacts(
+        first=names[0],
+        last=names[-1],
+        num_layers=len(names),
+        layout=str(segment.layout),
+        shape=layers[names[-1]].shape,
+        received_bytes=received_bytes,
+        redundant=max(total - once, 0) / once,
+        shares=tuple((device, count / total) for device, count in flops.items()),
+    )
+
+
+def _whole(lowered: Lowered) -> tuple[WholeLayer, ...]:
+    found = []
+    for layer in lowered.graph.layers:
+        if isinstance(layer.operation, Whole):
+            busy = sum(bool(tile.numel) for tile in lowered.regions.computed[layer.name].values())
+            flops = forward_flops(layer, Tile.whole(layer.shape))
+            found.append(WholeLayer(layer.name, layer.operation.reason, flops * max(busy - 1, 0)))
+    return tuple(found)

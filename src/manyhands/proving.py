@@ -1,0 +1,83 @@
+"""Prove a plan on real processes: run it, run plain PyTorch beside it, and show the largest differences."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+from manyhands.ir.codec import encode
+from manyhands.ir.geometry import Tile
+from manyhands.ir.plan import Plan
+from manyhands.loading import load_model
+from manyhands.requests import Request
+from manyhands.runtime.ranks import launch
+from manyhands.tasks import VerifyJob, examples
+from manyhands.verifying import TOLERANCE, Difference, Outcome, compare, make_trial, reference
+
+STEPS, SEED = 3, 0
+
+
+def load_outcome(path: Path) -> Outcome:
+    """What `tasks.save_outcome` wrote."""
+    with safe_open(path, "pt") as file:
+        facts = json.loads(file.metadata()["facts"])
+        outcome = Outcome(facts["losses"], sent_bytes=facts["sent_bytes"])
+        for key in file.keys():  # noqa: SIM118
+            kind, _, name = key.partition("/")
+            getattr(outcome, kind)[name] = Tile.parse(facts["tiles"][key]), file.get_tensor(key)
+    return outcome
+
+
+def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
+    """Several plans on the same devices, in one start of the processes."""
+    devices = pairs[0][1].devices
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        jobs = [VerifyJob(r.model, r.inputs, plan, STEPS, SEED, folder) for r, plan in pairs]
+        launch("verify", [encode(job) for job in jobs], devices)
+        differences = []
+        for index, (request, _) in enumerate(pairs):
+            files = [Path(folder) / f"{index}-{device}.safetensors" for device in devices]
+            outcomes = [load_outcome(file) for file in files]
+            differences.append(compare(request.traced.graph, _plain(request), outcomes))
+            for file in files:
+                file.unlink()
+        return differences
+
+
+def _plain(request: Request) -> Outcome:
+    model = load_model(request.model, seed=SEED).double()
+    example = examples(request.inputs, request.batch, torch.float64)
+    graph = request.traced.graph
+    return reference(model, graph, make_trial(graph, example, steps=STEPS, seed=SEED))
+
+
+def prove(request: Request, plan: Plan, *, quiet: bool = False) -> Difference:
+    """Run the proof, and unless quiet print it."""
+    console = Console(stderr=True, quiet=quiet)
+    with console.status(f"training {request.model} on {len(plan.devices)} devices and on one ..."):
+        request.lower(plan)  # refuse what cannot be before anything starts
+        (difference,) = prove_all([(request, plan)])
+    if not quiet:
+        Console().print(proof_table(request, plan, difference))
+    return difference
+
+
+def proof_table(request: Request, plan: Plan, difference: Difference) -> Table:
+    names = ", ".join(dict.fromkeys(str(segment.layout) for segment in plan.segments))
+    table = Table(
+        title=f"{request.model}, batch {request.batch}, {len(plan.devices)} devices, {names}: {STEPS} momentum steps",
+        title_justify="left",
+    )
+    table.add_column("largest relative difference from one device")
+    table.add_column("", justify="right")
+    for label in ("loss", "gradients", "parameters", "buffers"):
+        table.add_row("running statistics" if label == "buffers" else label, f"{getattr(difference, label):.1e}")
+    verdict = "exact" if difference.exact else f"NOT exact, first in {difference.first_layer}"
+    table.caption = f"{verdict} (limit {TOLERANCE:g})"
+    return table

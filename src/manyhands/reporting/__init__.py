@@ -1,0 +1,1 @@
+"""Plans and reports -> what a person looks at."""

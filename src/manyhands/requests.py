@@ -1,0 +1,89 @@
+"""A request from the command line: model, input, batch, cluster and strategy, checked and joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from manyhands import api
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster
+from manyhands.ir.plan import Plan
+from manyhands.loading import default_input, load_cluster, load_model, load_plan, nearest, parse_inputs
+from manyhands.planning.lowering import Lowered
+from manyhands.tracing.graphs import Traced
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything a plan is made from. The model is traced on meta tensors; its weights are not needed."""
+
+    model: str
+    inputs: tuple[tuple[int, ...], ...]
+    batch: int
+    cluster: Cluster
+    strategy: str
+    shares: tuple[int, ...]
+    fuse: tuple[str, ...] | None
+    traced: Traced
+
+    @classmethod
+    def read(
+        cls,
+        model: str,
+        input: str | None,
+        batch: int,
+        cluster: Path | None,
+        devices: int | None,
+        strategy: str,
+        shares: str | None,
+        fuse: str | None,
+        precision: str = "float32",
+    ) -> Request:
+        if cluster is not None and devices is not None:
+            raise RequestError("give either --cluster or --devices, not both.")
+        inputs = parse_inputs(input or default_input(model))
+        dtype = getattr(torch, precision)
+        with torch.device("meta"):
+            built = load_model(model).to(dtype)
+        example = tuple(torch.empty(batch, *shape, dtype=dtype, device="meta") for shape in inputs)
+        return cls(
+            model,
+            inputs,
+            batch,
+            load_cluster(cluster, devices),
+            strategy,
+            _shares(shares),
+            None if fuse is None else tuple(name.strip() for name in fuse.split(",") if name.strip()),
+            api.trace(built, *example),
+        )
+
+    def plan(self) -> Plan:
+        return api.plan(self.traced.graph, self.cluster, self.strategy, shares=self.shares, fuse=self.fuse)
+
+    def load_plan(self, path: Path) -> Plan:
+        plan = load_plan(path)
+        if plan.devices != self.cluster.names:
+            raise RequestError(
+                f"{path} is for {', '.join(plan.devices)}, the cluster has {', '.join(self.cluster.names)}."
+            )
+        return plan
+
+    def lower(self, plan: Plan) -> Lowered:
+        return api.lower(self.traced.graph, plan)
+
+    def program(self, lowered: Lowered, device: str) -> str:
+        if device not in self.cluster.names:
+            raise RequestError(f"no device is called {device!r}.{nearest(device, self.cluster.names)}")
+        return str(lowered.program(device))
+
+
+def _shares(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise RequestError(f"--shares {text}: write one whole number a device, such as 3,1,1.")
+    return tuple(int(part) for part in parts)

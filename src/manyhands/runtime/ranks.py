@@ -1,0 +1,202 @@
+"""Start the processes of a run on this machine, listen to them, and end them all when one ends badly."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from manyhands.errors import DeviceLost, RequestError, RunError
+from manyhands.runtime.allocator import return_freed_memory
+
+Event = dict[str, Any]
+TIMEOUT_S = 120.0
+GRACE_S = 3.0  # for the others to notice a death and say what they saw
+
+
+@dataclass
+class Rank:
+    """One process of a run."""
+
+    device: str
+    process: subprocess.Popen[str]
+    errors: Path
+    failure: Event | None = None
+    events: list[Event] = field(default_factory=list)
+
+
+def launch(
+    task: str,
+    job: Any,
+    devices: tuple[str, ...],
+    on_event: Callable[[str, Event], None] = lambda device, event: None,
+    *,
+    threads: int = 1,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, list[Event]]:
+    """Run a task on one process a device and return what each said. Raises when any of them fails.
+
+    A process watches its standard input: when the starter is gone, however it went, so is the process.
+    """
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        spoken: queue.Queue[tuple[Rank, Event | None]] = queue.Queue()
+        ranks = []
+        try:
+            for index, device in enumerate(devices):
+                spec = {"task": task, "job": job, "rank": index, "devices": devices, "store": f"{folder}/store"}
+                spec |= {"threads": threads, "timeout_s": timeout_s}
+                ranks.append(_start(device, spec, Path(folder) / f"{device}.err", spoken))
+            _listen(ranks, spoken, on_event)
+        finally:
+            _end(ranks)
+        return {rank.device: rank.events for rank in ranks}
+
+
+def _start(device: str, spec: dict[str, Any], errors: Path, spoken: queue.Queue[Any]) -> Rank:
+    environment = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "GLOO_SOCKET_IFNAME": "lo"}
+    with errors.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "manyhands.rank"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            env=environment,
+        )
+    rank = Rank(device, process, errors)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(spec) + "\n")
+    process.stdin.flush()
+    threading.Thread(target=_read, args=(rank, process.stdout, spoken), daemon=True).start()
+    return rank
+
+
+def _read(rank: Rank, stream: IO[str], spoken: queue.Queue[tuple[Rank, Event | None]]) -> None:
+    for line in stream:
+        if line.startswith("{"):
+            spoken.put((rank, json.loads(line)))
+    rank.process.wait()
+    spoken.put((rank, None))
+
+
+def _listen(
+    ranks: list[Rank],
+    spoken: queue.Queue[tuple[Rank, Event | None]],
+    on_event: Callable[[str, Event], None],
+) -> None:
+    """Pass on what the ranks say until all have ended; on the first bad end, find out whose fault it was."""
+    running = {rank.device for rank in ranks}
+    deadline: float | None = None
+    while running:
+        try:
+            rank, event = spoken.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
+        except queue.Empty:
+            break
+        if event is None:
+            running.discard(rank.device)
+            if rank.process.returncode and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+        elif event.get("event") == "failed":
+            rank.failure = event
+        else:
+            rank.events.append(event)
+            on_event(rank.device, event)
+    failed = [rank for rank in ranks if rank.process.poll() or rank.failure]
+    if failed:
+        raise _verdict(failed)
+
+
+def _verdict(failed: list[Rank]) -> Exception:
+    """One line that names the device at fault: killed comes before failed, failed before lost another."""
+    for rank in failed:
+        code = rank.process.returncode
+        if code is not None and code < 0 and rank.failure is None:
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return DeviceLost(rank.device, f"its process was ended by {name}{hint}")
+    for rank in failed:
+        if rank.failure is None and rank.process.returncode is not None:
+            return DeviceLost(rank.device, f"exit code {rank.process.returncode}: {_last_line(rank.errors)}")
+    for rank in failed:
+        if rank.failure and rank.failure["kind"] == "request":
+            return RequestError(rank.failure["message"])
+        if rank.failure and rank.failure["kind"] == "error":
+            return RunError(f"{rank.device} failed: {rank.failure['message']}")
+    first = failed[0].failure
+    assert first is not None
+    return DeviceLost(first["device"], f"{first['message']} (said by {failed[0].device})")
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text().strip().splitlines()
+    return lines[-1] if lines else "no message"
+
+
+def _end(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+        if rank.process.stdin is not None:
+            rank.process.stdin.close()
+
+
+# ---- the other side: inside a rank --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank finds itself."""
+
+    rank: int
+    devices: tuple[str, ...]
+    timeout_s: float
+
+    @property
+    def device(self) -> str:
+        return self.devices[self.rank]
+
+
+def say(event: str, **facts: Any) -> None:
+    """Tell the starter something: one JSON line."""
+    print(json.dumps({"event": event} | facts), flush=True)
+
+
+def die_with_starter() -> None:
+    """End this process as soon as the starter's end of standard input closes."""
+
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def join(spec: dict[str, Any]) -> Place:
+    """Meet the other ranks at the store."""
+    import torch
+    import torch.distributed as dist
+
+    return_freed_memory()
+    torch.set_num_threads(spec["threads"])
+    place = Place(spec["rank"], tuple(spec["devices"]), spec["timeout_s"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{spec['store']}",
+        rank=place.rank,
+        world_size=len(place.devices),
+        timeout=timedelta(seconds=place.timeout_s),
+    )
+    return place

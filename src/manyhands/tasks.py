@@ -1,0 +1,211 @@
+"""What the processes of a run do, each its part: the stages joined, inside a rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from manyhands.api import lower, make_worker
+from manyhands.data.idx import fashion_mnist_small
+from manyhands.ir.codec import decode
+from manyhands.ir.plan import Plan
+from manyhands.ir.program import Sum
+from manyhands.loading import load_model
+from manyhands.planning.lowering import Lowered
+from manyhands.runtime.formats import faster_format
+from manyhands.runtime.ranks import Place, say
+from manyhands.runtime.transport import Gloo
+from manyhands.runtime.worker import Batch, Worker
+from manyhands.tracing.graphs import trace
+from manyhands.verifying import Outcome, make_trial, train
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """Three steps of a model by a plan; the outcome goes into `folder`, one file a device."""
+
+    model: str
+    inputs: tuple[tuple[int, ...], ...]  # without the batch
+    plan: Plan
+    steps: int
+    seed: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """The demonstration: a small network on the images that come with the package."""
+
+    model: str
+    plan: Plan
+    steps: int
+    batch: int
+    learning_rate: float
+    seed: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class MeasureJob:
+    """Steps on random data, for time and memory."""
+
+    model: str
+    inputs: tuple[tuple[int, ...], ...]
+    plan: Plan
+    steps: int
+    seed: int
+
+
+def examples(inputs: tuple[tuple[int, ...], ...], batch: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(batch, *shape, dtype=dtype, device="meta") for shape in inputs)
+
+
+def join_plan(
+    model: nn.Module, example: tuple[Tensor, ...], plan: Plan, transport: Gloo
+) -> tuple[Worker, Lowered]:
+    """This rank's worker, connected to the others."""
+    traced = trace(model, example)
+    lowered = lower(traced.graph, plan)
+    sums = [s for program in lowered.programs for s in program.steps if isinstance(s, Sum)]
+    transport.join([s.among for s in sums])
+    worker = make_worker(traced, lowered, model, transport.device, transport)
+    worker.use_format(faster_format(traced.graph, worker.territory, example[0].dtype))
+    return worker, lowered
+
+
+def connect(place: Place) -> Gloo:
+    return Gloo(place.device, place.devices, place.timeout_s)
+
+
+def verify(job: list[Any], place: Place) -> None:
+    """Several trials one after another, so that one start of the processes serves many."""
+    transport = connect(place)
+    for index, item in enumerate(job):
+        trial = decode(VerifyJob, item)
+        transport.sent_bytes = 0
+        model = load_model(trial.model, seed=trial.seed).double()
+        example = examples(trial.inputs, trial.plan.batch, torch.float64)
+        worker, lowered = join_plan(model, example, trial.plan, transport)
+        outcome = train(worker, make_trial(lowered.graph, example, steps=trial.steps, seed=trial.seed))
+        save_outcome(outcome, Path(trial.folder) / f"{index}-{place.device}.safetensors")
+        say("verified", index=index)
+
+
+def save_outcome(outcome: Outcome, path: Path) -> None:
+    """Every piece under kind and name; the tiles and losses as metadata."""
+    tensors, tiles = {}, {}
+    for kind in ("gradients", "parameters", "buffers"):
+        for name, (tile, tensor) in getattr(outcome, kind).items():
+            tensors[f"{kind}/{name}"] = tensor.detach().contiguous().clone()
+            tiles[f"{kind}/{name}"] = str(tile)
+    facts = {"losses": outcome.losses, "tiles": tiles, "sent_bytes": outcome.sent_bytes}
+    save_file(tensors, path, {"facts": json.dumps(facts)})
+
+
+def demo(job: dict[str, Any], place: Place) -> None:
+    """Train on the small Fashion-MNIST; say the loss of every step, and leave the weights in the folder."""
+    given = decode(TrainJob, job)
+    model = load_model(given.model, seed=given.seed)
+    images, labels, *_ = fashion_mnist_small()
+    example = (torch.empty(given.batch, 1, *images.shape[1:], device="meta"),)
+    worker, _ = join_plan(model, example, given.plan, connect(place))
+    parameters = list(worker.weights.parameters().values())
+    optimiser = torch.optim.SGD(parameters, given.learning_rate, 0.9) if parameters else None
+    worker.update = optimiser.step if optimiser else lambda: None  # type: ignore[assignment]
+    worker.seed = given.seed
+    for step in range(given.steps):
+        for group in optimiser.param_groups if optimiser else ():
+            group["lr"] = given.learning_rate * (1 - step / given.steps)
+        pixels, targets = pick_batch(images, labels, given.batch, given.seed, step)
+        loss = worker.step(Batch((pixels,), lambda outputs, y=targets: cross_entropy(outputs, y), step))  # type: ignore[misc]
+        say("step", step=step, loss=loss, sent_bytes=worker.transport.sent_bytes)
+    outcome = Outcome([])
+    for name, tensor in worker.weights.tensors.items():
+        outcome.parameters[name] = worker.weights.tiles[name], tensor.detach()
+    save_outcome(outcome, Path(given.folder) / f"{place.device}.safetensors")
+    say("memory", peak_bytes=peak_memory())
+
+
+def cross_entropy(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(outputs[0], targets)
+
+
+def pick_batch(images: Any, labels: Any, batch: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """The samples of a step, from (seed, step) alone, so that every device picks the same."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    chosen = torch.randperm(len(labels), generator=generator)[:batch].numpy()
+    pixels = torch.from_numpy(images[chosen]).float().div_(255).sub_(0.2860).div_(0.3530)
+    return pixels[:, None], torch.from_numpy(labels[chosen]).long()
+
+
+def measure(job: dict[str, Any], place: Place) -> None:
+    """Seconds of each step on random data, and what memory it took."""
+    given = decode(MeasureJob, job)
+    example = examples(given.inputs, given.plan.batch, torch.float32)
+    bare = current_memory()
+    worker, _ = join_plan(load_model(given.model, seed=given.seed), example, given.plan, connect(place))
+    optimiser = torch.optim.SGD(worker.weights.parameters().values(), 1e-3, 0.9)
+    worker.update = optimiser.step  # type: ignore[assignment]
+    ready, inputs = current_memory(), random_inputs(example, given.seed)
+    for step in range(given.steps):
+        start = time.perf_counter()
+        worker.step(Batch(inputs, mean_square, step))
+        say("step", seconds=time.perf_counter() - start)
+    parameters = [p for p in worker.weights.tensors.values() if isinstance(p, nn.Parameter)]
+    states = [t for s in optimiser.state.values() for t in s.values() if isinstance(t, Tensor)]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    held = sum(t.numel() * t.element_size() for t in (*parameters, *gradients, *states))
+    say("memory", bare_bytes=bare, ready_bytes=ready, peak_bytes=peak_memory(), held_bytes=held)
+
+
+def measure_plain(job: dict[str, Any], place: Place) -> None:
+    """The same by the loop anybody would write, without the engine."""
+    given = decode(MeasureJob, job)
+    bare = current_memory()
+    model = load_model(given.model, seed=given.seed)
+    optimiser = torch.optim.SGD(model.parameters(), 1e-3, 0.9)
+    ready = current_memory()
+    inputs = random_inputs(examples(given.inputs, given.plan.batch, torch.float32), given.seed)
+    for _ in range(given.steps):
+        start = time.perf_counter()
+        optimiser.zero_grad()
+        mean_square((model(*inputs),)).backward()
+        optimiser.step()
+        say("step", seconds=time.perf_counter() - start)
+    say("memory", bare_bytes=bare, ready_bytes=ready, peak_bytes=peak_memory())
+
+
+def random_inputs(example: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in example)
+
+
+def mean_square(outputs: tuple[Tensor, ...]) -> Tensor:
+    """A loss for measurements: it needs no targets."""
+    return torch.stack([output.square().mean() for output in outputs]).sum()
+
+
+def peak_memory() -> int:
+    """The most memory this process ever had resident. (getrusage would count the starter's, before exec.)"""
+    return _status("VmHWM")
+
+
+def current_memory() -> int:
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+TASKS: dict[str, Callable[[Any, Place], None]] = {"verify": verify, "demo": demo, "measure": measure}
+TASKS |= {"plain": measure_plain}

@@ -1,0 +1,102 @@
+"""A user's mistake is one line and exit code 2, never a traceback."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CLUSTER = """
+[[device]]
+name = "pi-0"
+memory = "900MB"
+[[device]]
+name = "pi-1"
+"""
+
+
+def manyhands(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "manyhands.cli", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+MISTAKES = {
+    "unknown model": (("plan", "resnet19"), "Did you mean 'resnet18'?"),
+    "missing file": (("plan", "nowhere.py:build", "--input", "3x8x8"), "nowhere.py is not a file"),
+    "no such function": (("plan", "{folder}/net.py:biuld", "--input", "3x8x8"), "Did you mean 'build'?"),
+    "not a module": (("plan", "{folder}/net.py:number", "--input", "3x8x8"), "not an nn.Module"),
+    "own model without input": (("plan", "{folder}/net.py:build"), "--input 3x224x224"),
+    "input that is no size": (("plan", "resnet18", "--input", "3x2a4"), "is not an input size"),
+    "input of too many channels": (("plan", "resnet18", "--input", "4x64x64"), "conv1 does not fit its input"),
+    "input that is too small": (("plan", "vgg11", "--input", "3x8x8"), "does not fit its input"),
+    "untraceable model": (("plan", "{folder}/net.py:branching", "--input", "3x8x8"), "Branching cannot be traced"),
+    "unknown strategy": (("plan", "demo", "--devices", "2", "--strategy", "diagonal"), "no strategy is called"),
+    "product that does not fit": (("plan", "demo", "--devices", "4", "--strategy", "batch:3"), "3 tiles for 4"),
+    "unknown layer in strategy": (
+        ("plan", "demo", "--devices", "2", "--strategy", "rows; nolayer = batch"),
+        "no layer is called 'nolayer'",
+    ),
+    "unknown layer to fuse": (("plan", "demo", "--devices", "2", "--fuse", "nolayer"), "no layer is called so"),
+    "batch too small": (
+        ("plan", "demo", "--devices", "3", "--batch", "2", "--strategy", "batch"),
+        "cannot be cut among 3 devices",
+    ),
+    "shares for other devices": (("plan", "demo", "--devices", "2", "--shares", "1,2,3"), "3 shares for 2 devices"),
+    "shares that are no numbers": (("plan", "demo", "--devices", "2", "--shares", "a,b"), "whole number"),
+    "no devices": (("plan", "demo", "--devices", "0"), "at least one"),
+    "cluster and devices": (
+        ("plan", "demo", "--devices", "2", "--cluster", "{folder}/good.toml"),
+        "either --cluster or --devices",
+    ),
+    "misspelt key": (("plan", "demo", "--cluster", "{folder}/misspelt.toml"), "Did you mean 'memory'?"),
+    "misspelt table": (("plan", "demo", "--cluster", "{folder}/table.toml"), "Did you mean 'network'?"),
+    "bad memory": (("plan", "demo", "--cluster", "{folder}/memory.toml"), "is not an amount of memory"),
+    "same name twice": (("plan", "demo", "--cluster", "{folder}/twice.toml"), "two devices are named"),
+    "no cluster file": (("plan", "demo", "--cluster", "{folder}/none.toml"), "there is no file"),
+    "not TOML": (("plan", "demo", "--cluster", "{folder}/net.py"), "is not TOML"),
+    "unknown device": (("plan", "demo", "--devices", "2", "--program", "device-7"), "no device is called"),
+    "not a plan": (("verify", "demo", "--devices", "2", "--plan", "{folder}/good.toml"), "is not a plan"),
+    "unknown option": (("plan", "demo", "--devcies", "2"), "--devcies"),
+    "unknown command": (("paln", "demo"), "paln"),
+    "batch of nothing": (("plan", "demo", "--batch", "0"), "--batch"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "good.toml").write_text(CLUSTER)
+    (folder / "misspelt.toml").write_text(CLUSTER.replace("memory", "memmory"))
+    (folder / "table.toml").write_text(CLUSTER + '[netwrk]\nlatency = "1ms"\n')
+    (folder / "memory.toml").write_text(CLUSTER.replace("900MB", "plenty"))
+    (folder / "twice.toml").write_text(CLUSTER.replace("pi-1", "pi-0"))
+    (folder / "net.py").write_text(
+        "from torch import nn\n"
+        "def build(): return nn.Conv2d(3, 4, 3)\n"
+        "def number(): return 3\n"
+        "class Branching(nn.Module):\n"
+        "    def forward(self, x): return x if x.sum() > 0 else -x\n"
+        "def branching(): return Branching()\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(name: str, folder: Path) -> None:
+    arguments, words = MISTAKES[name]
+    ended = manyhands(*(argument.format(folder=folder) for argument in arguments))
+    assert ended.returncode == 2, ended.stderr
+    assert words in ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert not ended.stdout
+
+
+def test_help_answers_at_once() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert manyhands("--help").returncode == 0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5

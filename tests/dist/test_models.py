@@ -1,0 +1,57 @@
+"""Every model of the zoo, on real processes over real sockets, trains as on one device."""
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.proving import prove_all
+from manyhands.requests import Request
+
+VGG = Path(__file__).with_name("small_vgg.py")
+CASES = (
+    ("yolov2-16", "3x64x64"),
+    ("yolov2-16-nobn", "3x64x64"),
+    ("resnet18", "3x64x64"),
+    ("resnet34", "3x64x64"),
+    ("resnet50", "3x64x64"),
+    ("resnet101", "3x64x64"),
+    ("resnet152", "3x64x64"),
+    ("resnet18-cifar", "3x32x32"),
+    ("resnet34-cifar", "3x16x16"),
+    ("resnet50-cifar", "3x16x16"),
+    ("resnet101-cifar", "3x16x16"),
+    ("resnet152-cifar", "3x16x16"),
+    (f"{VGG}:vgg11", "3x32x32"),
+    (f"{VGG}:vgg11_bn", "3x32x32"),
+    (f"{VGG}:vgg16", "3x32x32"),
+    (f"{VGG}:vgg16_bn", "3x32x32"),
+    ("unet-small", "3x64x64"),
+    ("unet", "3x32x32"),
+    ("mobilenetv2", "3x64x64"),
+    ("demo", "1x28x28"),
+)
+STRATEGIES = {
+    2: ("rows", "channels", "batch", "columns"),
+    3: ("batch", "rows", "channels"),
+    4: ("channels", "batch:2,rows:2", "grid", "rows", "rows:2,channels:2"),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_every_model_trains_as_on_one_device(num_devices: int) -> None:
+    pairs = []
+    for index, (model, size) in enumerate(CASES):
+        strategies = STRATEGIES[num_devices]
+        strategy = strategies[index % len(strategies)]
+        request = Request.read(
+            model, size, 4, None, num_devices, strategy, None, None, precision="float64"
+        )
+        pairs.append((request, request.plan()))
+    differences = prove_all(pairs)
+    wrong = {
+        f"{request.model} {request.strategy}": difference
+        for (request, _), difference in zip(pairs, differences, strict=True)
+        if not difference.exact
+    }
+    assert not wrong

@@ -1,0 +1,44 @@
+"""The promise: any plan of any network trains exactly as plain PyTorch on one device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.loopback.trials import compare_case, draw, ill_conditioned, miscounted
+
+SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST = 60, 8, 38
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
+    """480 random networks and plans. A failure names its seed: `draw(seed)` makes the same case again."""
+    compared = 0
+    for seed in range(group * SEEDS_A_GROUP, (group + 1) * SEEDS_A_GROUP):
+        case = draw(seed)
+        if case is None:
+            continue
+        difference, lowered, outcomes = compare_case(case)
+        assert not miscounted(lowered, outcomes), f"{case}: other bytes were sent than the programs say"
+        if difference.exact:
+            compared += 1
+        else:
+            assert ill_conditioned(case), f"{case}: {difference}"
+    assert compared >= COMPARED_AT_LEAST, "too few of the random plans could be run"
+
+
+def test_enough_cases_are_compared() -> None:
+    assert GROUPS * COMPARED_AT_LEAST >= 300

@@ -1,0 +1,113 @@
+"""One random case: draw a model and a plan from a seed, train both ways, compare."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.api import lower, make_worker, plan
+from manyhands.errors import RequestError
+from manyhands.ir.plan import Plan
+from manyhands.ir.program import sent_bytes
+from manyhands.planning.lowering import Lowered
+from manyhands.runtime.inprocess import run_in_process
+from manyhands.runtime.transport import Transport
+from manyhands.tracing.graphs import Traced, trace
+from manyhands.verifying import Difference, Outcome, Trial, compare, flatten, make_trial, reference, train
+from tests.loopback.random_models import random_model
+from tests.loopback.random_plans import Wish, random_wish
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    model: nn.Module
+    traced: Traced
+    wish: Wish
+    plan: Plan
+    trial: Trial
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {self.wish}"
+
+
+def draw(seed: int) -> Case | None:
+    """The case of a seed; None where a device would have nothing to do."""
+    rng = Random(seed)
+    model, example = _trainable(rng)
+    try:
+        traced = trace(model, example)
+    except RequestError as error:
+        assert "overwrites memory" in str(error) or "an empty" in str(error), f"seed {seed}: {error}"
+        return None
+    wish = random_wish(rng, traced.graph)
+    try:
+        chosen = plan(traced.graph, wish.num_devices, wish.strategy, shares=wish.shares, fuse=wish.fuse)
+    except RequestError as error:
+        assert "nothing to do" in str(error) or "cannot be cut" in str(error), f"seed {seed}: {error}"
+        return None
+    return Case(seed, model, traced, wish, chosen, make_trial(traced.graph, example, steps=STEPS))
+
+
+def _trainable(rng: Random) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A random model that plain PyTorch can train: some overwrite what their own backward needs."""
+    while True:
+        model, shapes = random_model(rng)
+        model = model.double()
+        example = tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        trial = copy.deepcopy(model)
+        try:
+            outputs = flatten(trial(*(tensor.clone() for tensor in example)))
+            torch.stack([output.sum() for output in outputs]).sum().backward()
+        except RuntimeError:
+            continue
+        return model, example
+
+
+def compare_case(case: Case) -> tuple[Difference, Lowered, dict[str, Outcome]]:
+    """Train by the plan and plainly."""
+    lowered = lower(case.traced.graph, case.plan)
+
+    def work(device: str, transport: Transport) -> Outcome:
+        return train(
+            make_worker(case.traced, lowered, copy.deepcopy(case.model), device, transport), case.trial
+        )
+
+    outcomes = run_in_process(case.plan.devices, work)
+    plain = reference(case.model, case.traced.graph, case.trial)
+    return compare(case.traced.graph, plain, tuple(outcomes.values())), lowered, outcomes
+
+
+def miscounted(lowered: Lowered, outcomes: dict[str, Outcome]) -> list[str]:
+    """Devices that sent more or less than their program says."""
+    return [
+        program.device
+        for program in lowered.programs
+        if outcomes[program.device].sent_bytes != STEPS * sent_bytes(program)
+    ]
+
+
+def ill_conditioned(case: Case) -> bool:
+    """Does plain training itself move by far more than its weights and inputs were moved?
+
+    A kink of an activation exactly at zero, or a norm over nearly equal values: nothing can be compared.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def moved(tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor * (1 + 1e-14 * noise) if tensor.is_floating_point() else tensor
+
+    batches = tuple(tuple(moved(tensor) for tensor in inputs) for inputs in case.trial.batches)
+    graph, model = case.traced.graph, copy.deepcopy(case.model)
+    for parameter in model.parameters():
+        parameter.data = moved(parameter.data)
+    one = reference(case.model, graph, case.trial)
+    two = reference(model, graph, replace(case.trial, batches=batches))
+    return compare(graph, one, (two,)).worst > 1e-11
