@@ -74,10 +74,13 @@ def compare_case(case: Case) -> tuple[Difference, Lowered, dict[str, Outcome]]:
     """Train by the plan and plainly."""
     lowered = lower(case.traced.graph, case.plan)
 
+    last = Random(case.seed).random() < 0.5  # half of the devices compute with the channels last
+
     def work(device: str, transport: Transport) -> Outcome:
-        return train(
-            make_worker(case.traced, lowered, copy.deepcopy(case.model), device, transport), case.trial
-        )
+        worker = make_worker(case.traced, lowered, copy.deepcopy(case.model), device, transport)
+        if last == (case.plan.devices.index(device) % 2 == 0):
+            worker.use_format(torch.channels_last)
+        return train(worker, case.trial)
 
     outcomes = run_in_process(case.plan.devices, work)
     plain = reference(case.model, case.traced.graph, case.trial)

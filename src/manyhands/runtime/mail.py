@@ -83,7 +83,9 @@ class Mail:
         for piece in step.pieces:
             if self.weights.tiles[piece.parameter] == piece.tile:
                 self.weights.tensors[piece.parameter].grad = None
-        total = torch.cat(pieces) if len(pieces) > 1 else pieces.pop()
+        first = step.pieces[0]
+        alone = len(pieces) == 1 and self.weights.tiles[first.parameter] == first.tile
+        total = pieces.pop() if alone else torch.cat(pieces)  # a part of a gradient stays where it is
         del pieces
         self.adding[step.bucket] = self.transport.sum(total, step.among), total, step
 

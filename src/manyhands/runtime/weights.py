@@ -59,7 +59,9 @@ def split_weights(model: nn.Module, graph: Graph, tiles: dict[str, Tile]) -> Wei
             continue
         full = find_tensor(model, name)
         whole = tiles[name] == Tile.whole(parameter.shape)
-        piece = full.detach() if whole else full.detach()[tiles[name].within(Tile.whole(parameter.shape))].clone()
+        piece = (
+            full.detach() if whole else full.detach()[tiles[name].within(Tile.whole(parameter.shape))].clone()
+        )
         tensors[name] = nn.Parameter(piece, parameter.trainable) if not parameter.buffer else piece
     return Weights(tiles, tensors)
 

@@ -83,6 +83,8 @@ class Worker:
         self.mail = Mail(program.device, self.store, weights, transport)
         self.last_uses = {s.chunk: self._last_uses(s) for s in program.steps if isinstance(s, Forward)}
         self.anchor = torch.zeros((), requires_grad=True)
+        used = (layer for layer in graph.layers if territory.computed[layer.name].numel or not layer.inputs)
+        self.unread = weights.parameters().keys() - {p.name for layer in used for p in layer.parameters}
 
     def use_format(self, memory_format: torch.memory_format) -> None:
         """Compute with tensors that lie in this order. Not to be called after an optimiser took the weights."""
@@ -93,8 +95,8 @@ class Worker:
         """One training step; the loss, on a device that evaluates it."""
         self.store.clear()
         self.batch = batch
-        for parameter in self.weights.parameters().values():
-            parameter.grad = None
+        for name, parameter in self.weights.parameters().items():
+            parameter.grad = torch.zeros_like(parameter) if name in self.unread else None
         for step in self.program.steps:
             self.run(step)
         self.transport.flush()
@@ -186,9 +188,7 @@ class Worker:
             source = layer.inputs[0]
             if not isinstance(self.layers[source].operation, Input):
                 function = self.inplace[layer.name]
-        work = Work(
-            layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step
-        )
+        work = Work(layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step)
         return compute(work)
 
     def _read(
@@ -281,7 +281,9 @@ class Worker:
         for name, leaf in leaves.items():
             home = self.territory.home[name]
             if leaf.grad is not None and home.numel:
-                self.store.add_gradient(name, home, leaf.grad[home.within(Tile.whole(self.layers[name].shape))])
+                self.store.add_gradient(
+                    name, home, leaf.grad[home.within(Tile.whole(self.layers[name].shape))]
+                )
 
     # ---- backward ------------------------------------------------------------------------------------
 
@@ -296,7 +298,9 @@ class Worker:
             if segment is None:
                 self.store.add_gradient(layer, self.territory.computed[layer], gradient)
             elif (layer, segment) in self.store.read_gradients:
-                self.store.read_gradients[layer, segment] = self.store.read_gradients[layer, segment] + gradient
+                self.store.read_gradients[layer, segment] = (
+                    self.store.read_gradients[layer, segment] + gradient
+                )
             else:
                 self.store.read_gradients[layer, segment] = gradient
         for name, box in tape.sums.items():
@@ -313,11 +317,11 @@ class Worker:
         exchange, home = self.territory.exchanges[name], self.territory.home[source]
         parts = self.store.sums.pop(name, {})
         if self.program.device in parts:
-            own = next((s.tile for s in exchange.readers if s.device == self.program.device), None)
+            tile = next((s.tile for s in exchange.readers if s.device == self.program.device), None)
             assert exchange.known is not None
             mine = parts.pop(self.program.device)
-            if own is not None:
-                parts[self.program.device] = mine[(slice(None), *own.within(exchange.known))]
+            if tile is not None:
+                parts[self.program.device] = mine[(slice(None), *tile.within(exchange.known))]
         if not parts:
             return
         own = self.store.own_gradient(source)[home.within(self.territory.computed[source])]
