@@ -41,7 +41,7 @@ def plan(
     shares: Sequence[int] = (),
     fuse: Sequence[str] | None = None,
 ) -> Plan:
-    """Who computes what. `strategy` is a name (`rows`), a product (`batch:2,rows:2`) or a sequence of them."""
+    """Who computes what. `strategy` is a name (`rows`), a product (`batch:2,rows:2`) or several."""
     cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
     if strategy == "auto":  # until plans are searched for: the batch where it reaches, else rows
         strategy = "batch" if graph.layers[0].shape[0] >= len(cluster.devices) else "rows"
@@ -54,7 +54,9 @@ def plan(
 def lower(graph: Graph, chosen: Plan) -> Lowered:
     """The plan spelled out as one checked program a device."""
     if chosen.graph != digest(graph):
-        raise RequestError("this plan is for another model, input or batch. Make it anew with `manyhands plan`.")
+        raise RequestError(
+            "this plan is for another model, input or batch. Make it anew with `manyhands plan`."
+        )
     lowered = lower_plan(graph, chosen)
     check(lowered)
     return lowered
@@ -65,10 +67,12 @@ def simulate(lowered: Lowered, cluster: Cluster) -> Timeline:
     return simulate_programs(lowered, cluster)
 
 
-def make_worker(traced: Traced, lowered: Lowered, model: nn.Module, device: str, transport: Transport) -> Worker:
+def make_worker(
+    traced: Traced, lowered: Lowered, model: nn.Module, device: str, transport: Transport
+) -> Worker:
     """A device of a plan, holding its pieces of the model's weights."""
     territory = lowered.territory(device)
-    weights = split_weights(model, traced.graph, territory.weights)
+    weights = split_weights(model, traced.graph, territory)
     program = lowered.program(device)
     return Worker(traced.graph, program, territory, weights, traced.functions, traced.inplace, transport)
 

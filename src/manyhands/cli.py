@@ -1,4 +1,4 @@
-"""The command line: the verbs of the api as commands; files in, tables or JSON out. Torch is imported late."""
+"""The command line: the verbs of the api as commands; files in, tables or JSON out. Torch comes late."""
 
 from __future__ import annotations
 
@@ -89,7 +89,11 @@ def models(as_json: Json = False) -> None:
     from manyhands.models import ZOO
 
     if as_json:
-        print(json.dumps([{"name": e.name, "input": e.input_shape, "what": e.description} for e in ZOO.values()]))
+        print(
+            json.dumps(
+                [{"name": e.name, "input": e.input_shape, "what": e.description} for e in ZOO.values()]
+            )
+        )
         return
     table = Table("model", "input", "what")
     for entry in ZOO.values():

@@ -80,7 +80,9 @@ def parse_inputs(text: str) -> tuple[tuple[int, ...], ...]:
     shapes = []
     for part in text.split(","):
         if not re.fullmatch(r"\d+(x\d+)*", part.strip()) or "0" in part.strip().split("x"):
-            raise RequestError(f"{part.strip()!r} is not an input size. Write channels x rows x columns: 3x224x224.")
+            raise RequestError(
+                f"{part.strip()!r} is not an input size. Write channels x rows x columns: 3x224x224."
+            )
         shapes.append(tuple(int(size) for size in part.strip().split("x")))
     return tuple(shapes)
 

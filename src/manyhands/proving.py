@@ -18,7 +18,7 @@ from manyhands.loading import load_model
 from manyhands.requests import Request
 from manyhands.runtime.ranks import launch
 from manyhands.tasks import VerifyJob, examples
-from manyhands.verifying import TOLERANCE, Difference, Outcome, compare, make_trial, reference
+from manyhands.verifying import TOLERANCE, Difference, Held, Outcome, compare, make_trial, reference
 
 STEPS, SEED = 3, 0
 
@@ -28,9 +28,8 @@ def load_outcome(path: Path) -> Outcome:
     with safe_open(path, "pt") as file:
         facts = json.loads(file.metadata()["facts"])
         outcome = Outcome(facts["losses"], sent_bytes=facts["sent_bytes"])
-        for key in file.keys():  # noqa: SIM118
-            kind, _, name = key.partition("/")
-            getattr(outcome, kind)[name] = Tile.parse(facts["tiles"][key]), file.get_tensor(key)
+        for number, (kind, name, tile) in enumerate(facts["pieces"]):
+            getattr(outcome, kind).append(Held(name, Tile.parse(tile), file.get_tensor(str(number))))
     return outcome
 
 
@@ -71,13 +70,15 @@ def prove(request: Request, plan: Plan, *, quiet: bool = False) -> Difference:
 def proof_table(request: Request, plan: Plan, difference: Difference) -> Table:
     names = ", ".join(dict.fromkeys(str(segment.layout) for segment in plan.segments))
     table = Table(
-        title=f"{request.model}, batch {request.batch}, {len(plan.devices)} devices, {names}: {STEPS} momentum steps",
+        title=f"{request.model}, batch {request.batch}, {len(plan.devices)} devices ({names}), {STEPS} steps",
         title_justify="left",
     )
     table.add_column("largest relative difference from one device")
     table.add_column("", justify="right")
     for label in ("loss", "gradients", "parameters", "buffers"):
-        table.add_row("running statistics" if label == "buffers" else label, f"{getattr(difference, label):.1e}")
+        table.add_row(
+            "running statistics" if label == "buffers" else label, f"{getattr(difference, label):.1e}"
+        )
     verdict = "exact" if difference.exact else f"NOT exact, first in {difference.first_layer}"
     table.caption = f"{verdict} (limit {TOLERANCE:g})"
     return table

@@ -17,7 +17,6 @@ from manyhands.api import lower, make_worker
 from manyhands.data.idx import fashion_mnist_small
 from manyhands.ir.codec import decode
 from manyhands.ir.plan import Plan
-from manyhands.ir.program import Sum
 from manyhands.loading import load_model
 from manyhands.planning.lowering import Lowered
 from manyhands.runtime.formats import faster_format
@@ -25,7 +24,7 @@ from manyhands.runtime.ranks import Place, say
 from manyhands.runtime.transport import Gloo
 from manyhands.runtime.worker import Batch, Worker
 from manyhands.tracing.graphs import trace
-from manyhands.verifying import Outcome, make_trial, train
+from manyhands.verifying import Held, Outcome, make_trial, train
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,6 @@ def join_plan(
     """This rank's worker, connected to the others."""
     traced = trace(model, example)
     lowered = lower(traced.graph, plan)
-    sums = [s for program in lowered.programs for s in program.steps if isinstance(s, Sum)]
-    transport.join([s.among for s in sums])
     worker = make_worker(traced, lowered, model, transport.device, transport)
     worker.use_format(faster_format(traced.graph, worker.territory, example[0].dtype))
     return worker, lowered
@@ -100,14 +97,13 @@ def verify(job: list[Any], place: Place) -> None:
 
 
 def save_outcome(outcome: Outcome, path: Path) -> None:
-    """Every piece under kind and name; the tiles and losses as metadata."""
-    tensors, tiles = {}, {}
-    for kind in ("gradients", "parameters", "buffers"):
-        for name, (tile, tensor) in getattr(outcome, kind).items():
-            tensors[f"{kind}/{name}"] = tensor.detach().contiguous().clone()
-            tiles[f"{kind}/{name}"] = str(tile)
-    facts = {"losses": outcome.losses, "tiles": tiles, "sent_bytes": outcome.sent_bytes}
-    save_file(tensors, path, {"facts": json.dumps(facts)})
+    """Every piece under a number; what it is, and the losses, as metadata."""
+    kinds = {kind: getattr(outcome, kind) for kind in ("gradients", "parameters", "buffers")}
+    pieces = [(kind, held) for kind, all_held in kinds.items() for held in all_held]
+    tensors = {str(i): held.tensor.contiguous().clone() for i, (_, held) in enumerate(pieces)}
+    facts = {"losses": outcome.losses, "sent_bytes": outcome.sent_bytes}
+    index = {"pieces": [(kind, held.name, str(held.tile)) for kind, held in pieces]}
+    save_file(tensors, path, {"facts": json.dumps(facts | index)})
 
 
 def demo(job: dict[str, Any], place: Place) -> None:
@@ -117,7 +113,7 @@ def demo(job: dict[str, Any], place: Place) -> None:
     images, labels, *_ = fashion_mnist_small()
     example = (torch.empty(given.batch, 1, *images.shape[1:], device="meta"),)
     worker, _ = join_plan(model, example, given.plan, connect(place))
-    parameters = list(worker.weights.parameters().values())
+    parameters = worker.weights.parameters()
     optimiser = torch.optim.SGD(parameters, given.learning_rate, 0.9) if parameters else None
     worker.update = optimiser.step if optimiser else lambda: None  # type: ignore[assignment]
     worker.seed = given.seed
@@ -129,7 +125,7 @@ def demo(job: dict[str, Any], place: Place) -> None:
         say("step", step=step, loss=loss, sent_bytes=worker.transport.sent_bytes)
     outcome = Outcome([])
     for name, tensor in worker.weights.tensors.items():
-        outcome.parameters[name] = worker.weights.tiles[name], tensor.detach()
+        outcome.parameters.append(Held(name, worker.weights.tiles[name], tensor.detach()))
     save_outcome(outcome, Path(given.folder) / f"{place.device}.safetensors")
     say("memory", peak_bytes=peak_memory())
 
@@ -152,7 +148,7 @@ def measure(job: dict[str, Any], place: Place) -> None:
     example = examples(given.inputs, given.plan.batch, torch.float32)
     bare = current_memory()
     worker, _ = join_plan(load_model(given.model, seed=given.seed), example, given.plan, connect(place))
-    optimiser = torch.optim.SGD(worker.weights.parameters().values(), 1e-3, 0.9)
+    optimiser = torch.optim.SGD(worker.weights.parameters(), 1e-3, 0.9)
     worker.update = optimiser.step  # type: ignore[assignment]
     ready, inputs = current_memory(), random_inputs(example, given.seed)
     for step in range(given.steps):
@@ -161,7 +157,7 @@ def measure(job: dict[str, Any], place: Place) -> None:
         say("step", seconds=time.perf_counter() - start)
     parameters = [p for p in worker.weights.tensors.values() if isinstance(p, nn.Parameter)]
     states = [t for s in optimiser.state.values() for t in s.values() if isinstance(t, Tensor)]
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in worker.weights.parameters() if p.grad is not None]
     held = sum(t.numel() * t.element_size() for t in (*parameters, *gradients, *states))
     say("memory", bare_bytes=bare, ready_bytes=ready, peak_bytes=peak_memory(), held_bytes=held)
 

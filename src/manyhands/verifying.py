@@ -31,18 +31,29 @@ class Trial:
     seed: int
 
     def loss(self, outputs: Sequence[Tensor]) -> Tensor:
-        parts = [(o * w).sum() for o, w in zip(outputs, self.weightings, strict=True) if o.is_floating_point()]
+        parts = [
+            (o * w).sum() for o, w in zip(outputs, self.weightings, strict=True) if o.is_floating_point()
+        ]
         return torch.stack(parts).sum()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a weight, buffer or gradient."""
+
+    name: str
+    tile: Tile
+    tensor: Tensor
 
 
 @dataclass
 class Outcome:
-    """What one device (or the reference) has after the steps: pieces by name, each with its tile."""
+    """What one device (or the reference) has after the steps."""
 
     losses: list[float | None]
-    gradients: dict[str, tuple[Tile, Tensor]] = field(default_factory=dict)
-    parameters: dict[str, tuple[Tile, Tensor]] = field(default_factory=dict)
-    buffers: dict[str, tuple[Tile, Tensor]] = field(default_factory=dict)
+    gradients: list[Held] = field(default_factory=list)
+    parameters: list[Held] = field(default_factory=list)
+    buffers: list[Held] = field(default_factory=list)
     sent_bytes: int = 0
 
 
@@ -50,7 +61,7 @@ class Outcome:
 class Difference:
     """Largest differences, each relative to the largest entry of its tensor.
 
-    Losses, parameters and buffers count as at least 1; a gradient as at least a thousandth of the largest of all.
+    Losses, parameters and buffers count as at least 1, gradients as at least a thousandth of the largest.
     """
 
     loss: float
@@ -88,19 +99,18 @@ def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 def train(worker: Worker, trial: Trial) -> Outcome:
     """Run one device through the trial."""
     parameters = worker.weights.parameters()
-    momentum = torch.optim.SGD(parameters.values(), LEARNING_RATE, MOMENTUM) if parameters else None
+    momentum = torch.optim.SGD(parameters, LEARNING_RATE, MOMENTUM) if parameters else None
     worker.update = momentum.step if momentum else lambda: None  # type: ignore[assignment]
     worker.seed = trial.seed
-    losses = [
-        worker.step(Batch(inputs, trial.loss, step)) for step, inputs in enumerate(trial.batches)
-    ]
+    losses = [worker.step(Batch(inputs, trial.loss, step)) for step, inputs in enumerate(trial.batches)]
     outcome = Outcome(losses, sent_bytes=worker.transport.sent_bytes)
     for name, tensor in worker.weights.tensors.items():
         tile = worker.weights.tiles[name]
         kept = outcome.parameters if isinstance(tensor, nn.Parameter) else outcome.buffers
-        kept[name] = tile, tensor.detach()
-        if name in parameters and tensor.grad is not None:
-            outcome.gradients[name] = tile, tensor.grad
+        kept.append(Held(name, tile, tensor.detach()))
+    for piece, own in worker.weights.owned.items():
+        if own.grad is not None:
+            outcome.gradients.append(Held(piece.parameter, piece.tile, own.grad))
     return outcome
 
 
@@ -124,9 +134,11 @@ def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
     for name, parameter in graph.parameters().items():
         tensor = find_tensor(model, name)
         tile = Tile.whole(tensor.shape)
-        (outcome.buffers if parameter.buffer else outcome.parameters)[name] = tile, tensor.detach()
+        (outcome.buffers if parameter.buffer else outcome.parameters).append(
+            Held(name, tile, tensor.detach())
+        )
         if tensor.grad is not None:
-            outcome.gradients[name] = tile, tensor.grad
+            outcome.gradients.append(Held(name, tile, tensor.grad))
     return outcome
 
 
@@ -175,7 +187,7 @@ def compare(graph: Graph, one: Outcome, many: Sequence[Outcome]) -> Difference:
     )
     differing: dict[str, float] = {}
     worst = {}
-    steepest = max((float(g.abs().max()) for _, g in one.gradients.values() if g.numel()), default=0.0)
+    steepest = max((float(g.tensor.abs().max()) for g in one.gradients if g.tensor.numel()), default=0.0)
     for kind, floor in (("gradients", 1e-3 * steepest), ("parameters", 1.0), ("buffers", 1.0)):
         worst[kind] = 0.0
         for name, difference in _differences(getattr(one, kind), [getattr(m, kind) for m in many], floor):
@@ -192,20 +204,20 @@ def compare(graph: Graph, one: Outcome, many: Sequence[Outcome]) -> Difference:
     return Difference(losses, worst["gradients"], worst["parameters"], worst["buffers"], first)
 
 
-def _differences(
-    whole: dict[str, tuple[Tile, Tensor]], parts: list[dict[str, tuple[Tile, Tensor]]], floor: float
-) -> Iterator[tuple[str, float]]:
-    for name, (full_tile, full) in whole.items():
-        seen = torch.zeros(full.shape, dtype=torch.bool)
-        for part in parts:
-            if name in part:
-                tile, tensor = part[name]
-                where = tile.within(full_tile)
-                seen[where] = True
-                yield name, _relative(full[where], tensor, max(floor, float(full.abs().max())))
-        missing = full[~seen] if full.dim() else full.reshape(1)[~seen.reshape(1)]
+def _differences(whole: list[Held], parts: list[list[Held]], floor: float) -> Iterator[tuple[str, float]]:
+    pieces: dict[str, list[Held]] = {}
+    for piece in (piece for part in parts for piece in part):
+        pieces.setdefault(piece.name, []).append(piece)
+    for full in whole:
+        seen = torch.zeros(full.tensor.shape, dtype=torch.bool)
+        scale = max(floor, float(full.tensor.abs().max())) if full.tensor.numel() else floor
+        for piece in pieces.get(full.name, ()):
+            where = piece.tile.within(full.tile)
+            seen[where] = True
+            yield full.name, _relative(full.tensor[where], piece.tensor, scale)
+        missing = full.tensor[~seen]
         if missing.numel() and bool((missing != 0).any()):  # a gradient nobody has, or a weight nobody holds
-            yield name, float("inf")
+            yield full.name, float("inf")
 
 
 def _scalar(value: float | None) -> Tensor:

@@ -29,21 +29,39 @@ MISTAKES = {
     "not a module": (("plan", "{folder}/net.py:number", "--input", "3x8x8"), "not an nn.Module"),
     "own model without input": (("plan", "{folder}/net.py:build"), "--input 3x224x224"),
     "input that is no size": (("plan", "resnet18", "--input", "3x2a4"), "is not an input size"),
-    "input of too many channels": (("plan", "resnet18", "--input", "4x64x64"), "conv1 does not fit its input"),
+    "input of too many channels": (
+        ("plan", "resnet18", "--input", "4x64x64"),
+        "conv1 does not fit its input",
+    ),
     "input that is too small": (("plan", "vgg11", "--input", "3x8x8"), "does not fit its input"),
-    "untraceable model": (("plan", "{folder}/net.py:branching", "--input", "3x8x8"), "Branching cannot be traced"),
-    "unknown strategy": (("plan", "demo", "--devices", "2", "--strategy", "diagonal"), "no strategy is called"),
-    "product that does not fit": (("plan", "demo", "--devices", "4", "--strategy", "batch:3"), "3 tiles for 4"),
+    "untraceable model": (
+        ("plan", "{folder}/net.py:branching", "--input", "3x8x8"),
+        "Branching cannot be traced",
+    ),
+    "unknown strategy": (
+        ("plan", "demo", "--devices", "2", "--strategy", "diagonal"),
+        "no strategy is called",
+    ),
+    "product that does not fit": (
+        ("plan", "demo", "--devices", "4", "--strategy", "batch:3"),
+        "3 tiles for 4",
+    ),
     "unknown layer in strategy": (
         ("plan", "demo", "--devices", "2", "--strategy", "rows; nolayer = batch"),
         "no layer is called 'nolayer'",
     ),
-    "unknown layer to fuse": (("plan", "demo", "--devices", "2", "--fuse", "nolayer"), "no layer is called so"),
+    "unknown layer to fuse": (
+        ("plan", "demo", "--devices", "2", "--fuse", "nolayer"),
+        "no layer is called so",
+    ),
     "batch too small": (
         ("plan", "demo", "--devices", "3", "--batch", "2", "--strategy", "batch"),
         "cannot be cut among 3 devices",
     ),
-    "shares for other devices": (("plan", "demo", "--devices", "2", "--shares", "1,2,3"), "3 shares for 2 devices"),
+    "shares for other devices": (
+        ("plan", "demo", "--devices", "2", "--shares", "1,2,3"),
+        "3 shares for 2 devices",
+    ),
     "shares that are no numbers": (("plan", "demo", "--devices", "2", "--shares", "a,b"), "whole number"),
     "no devices": (("plan", "demo", "--devices", "0"), "at least one"),
     "cluster and devices": (

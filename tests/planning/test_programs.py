@@ -10,7 +10,17 @@ import pytest
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.codec import decode, digest, to_json
 from manyhands.ir.plan import Plan
-from manyhands.ir.program import Drop, Forward, Program, Receive, Send, Step, parse_program, sent_bytes
+from manyhands.ir.program import (
+    Content,
+    Drop,
+    Forward,
+    Program,
+    Receive,
+    Send,
+    Step,
+    parse_program,
+    sent_bytes,
+)
 from manyhands.planning.checking import Flawed, check
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import Deadlock, simulate
@@ -53,9 +63,14 @@ FIRST_DEVICE = """program a
   return one>1[0:1,0:3,0:4,0:4]
   receive gradient one>1[0:1,0:3,3:4,0:4] from b #5 48
   backward 0
-  sum 0: two.weight[0:2,0:3,0:3,0:3] one.weight[0:3,0:2,0:3,0:3] among a b 432
-  collect 0
-  update"""
+  expect slopes bucket>0[] from b #6 288
+  send slopes bucket>0[] to b #7 144
+  fold 0
+  receive slopes bucket>0[] from b #6 288
+  update
+  expect weights bucket>0[] from b #9 144
+  send weights bucket>0[] to b #8 288
+  receive weights bucket>0[] from b #9 144"""
 
 
 def test_two_convolutions_in_rows_on_two_devices() -> None:
@@ -155,5 +170,6 @@ def test_faster_links_and_devices_are_never_slower(
 def test_nothing_travels_that_was_computed_here() -> None:
     """Within a fused group each device computes its overlap itself."""
     found = lowered(two_convs(), 2, "rows", fuse=())
-    sends = [step.message.layer for p in found.programs for step in p.steps if isinstance(step, Send)]
+    messages = [step.message for p in found.programs for step in p.steps if isinstance(step, Send)]
+    sends = [message.layer for message in messages if message.content is Content.VALUE]
     assert sends == ["two", "two"]

@@ -14,7 +14,7 @@ ITEM_BYTES |= {"int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 @dataclass(frozen=True, slots=True)
 class Slide:
-    """How a window slides along one axis; padding belongs to the image, before its first and after its last."""
+    """How a window slides along one axis; padding lies before the image's first and after its last row."""
 
     kernel: int
     stride: int = 1

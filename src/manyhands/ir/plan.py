@@ -9,7 +9,7 @@ from manyhands.ir.geometry import Layout
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring layers computed as one fused group, cut in one way; tensors are exchanged only between segments."""
+    """Neighbouring layers computed as one fused group, cut in one way; exchange is only between segments."""
 
     layers: tuple[str, ...]
     layout: Layout

@@ -16,6 +16,8 @@ class Content(Enum):
     GRADIENT = "gradient"  # a tile of the gradient of it
     MOMENTS = "moments"  # partial statistics for a norm: tile over (samples, channels)
     SUMS = "sums"  # partial sums of a norm's backward: tile over (samples, channels)
+    SLOPES = "slopes"  # gradients of weights, on their way to the weights' owner: a bucket of them
+    WEIGHTS = "weights"  # what the owner made of them, on its way back
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,38 +168,13 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a weight."""
-
-    parameter: str
-    tile: Tile
-
-    def __str__(self) -> str:
-        return f"{self.parameter}[{self.tile}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Start adding up the gradients of some weights among the devices that hold them."""
-
-    bucket: int
-    among: tuple[str, ...]
-    pieces: tuple[Piece, ...]
-    num_bytes: int
-
-    def __str__(self) -> str:
-        pieces = " ".join(str(piece) for piece in self.pieces)
-        return f"sum {self.bucket}: {pieces} among {' '.join(self.among)} {self.num_bytes}"
-
-
-@dataclass(frozen=True, slots=True)
-class Collect:
-    """Wait for a sum and put it into the weights' gradients."""
+class Fold:
+    """Of the gradients in a bucket of weights, keep the part that this device owns; the rest was sent."""
 
     bucket: int
 
     def __str__(self) -> str:
-        return f"collect {self.bucket}"
+        return f"fold {self.bucket}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +198,7 @@ Step = (
     | Return
     | Drop
     | Loss
-    | Sum
-    | Collect
+    | Fold
     | Update
 )
 
@@ -237,20 +213,12 @@ class Program:
 
 
 def sent_bytes(program: Program) -> int:
-    """Bytes this device hands to the network in one step, sums counted as a ring moves them."""
-    sends = sum(s.message.num_bytes for s in program.steps if isinstance(s, Send))
-    return sends + sum(ring_bytes(s.num_bytes, len(s.among)) for s in program.steps if isinstance(s, Sum))
-
-
-def ring_bytes(num_bytes: int, num_devices: int) -> int:
-    """What each device sends when a tensor is added up in a ring: all of it, twice, but for its own share."""
-    return 2 * num_bytes * (num_devices - 1) // num_devices
+    """Bytes this device hands to the network in one step."""
+    return sum(step.message.num_bytes for step in program.steps if isinstance(step, Send))
 
 
 _MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|from) (\S+) #(\d+) (\d+)")
 _TILED = re.compile(r"(prepare|place|return) (\S+)>(\d+)\[(.*?)\]")
-_SUM = re.compile(r"sum (\d+): (.*) among (.*) (\d+)")
-_PIECE = re.compile(r"(\S+)\[(.*?)\]")
 
 
 def parse_step(text: str, device: str) -> Step:
@@ -265,9 +233,6 @@ def parse_step(text: str, device: str) -> Step:
         verb, layer, segment, tile = match.groups()
         parts = layer, int(segment), Tile.parse(tile)
         return Prepare(*parts) if verb == "prepare" else Place(*parts) if verb == "place" else Return(*parts)
-    if match := _SUM.fullmatch(text):
-        pieces = tuple(Piece(name, Tile.parse(tile)) for name, tile in _PIECE.findall(match[2]))
-        return Sum(int(match[1]), tuple(match[3].split()), pieces, int(match[4]))
     verb, _, rest = text.partition(" ")
     match verb:
         case "forward":
@@ -275,8 +240,8 @@ def parse_step(text: str, device: str) -> Step:
             return Forward(int(chunk), tuple(layers.split()))
         case "backward":
             return Backward(int(rest))
-        case "collect":
-            return Collect(int(rest))
+        case "fold":
+            return Fold(int(rest))
         case "measure":
             return Measure(rest)
         case "correct":

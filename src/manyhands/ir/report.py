@@ -9,7 +9,7 @@ from manyhands.ir.plan import Cost
 
 @dataclass(frozen=True, slots=True)
 class SegmentFacts:
-    """One fused group: which layers, how it is cut, what reaches it over the network, who computes how much."""
+    """One fused group: which layers, how it is cut, what reaches it by network, who computes how much."""
 
     first: str
     last: str
@@ -37,7 +37,7 @@ class PlanFacts:
     exact: bool
     segments: tuple[SegmentFacts, ...]
     whole: tuple[WholeLayer, ...]
-    summed_bytes: int  # gradients of weights that several devices hold, added up every step
+    summed_bytes: int  # weights that several devices hold: their gradients are added up every step
     weight_bytes: tuple[tuple[str, int], ...]  # held by each device
     forecast: Cost
     measured: bool = False  # are the speeds behind the forecast measured, or nominal

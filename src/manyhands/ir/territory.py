@@ -32,6 +32,33 @@ class Exchange:
     group: int  # neighbouring channels that share one statistic
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a weight."""
+
+    parameter: str
+    tile: Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Weights that several devices hold, whose gradients travel together: each device owns a part of them.
+
+    An owner adds up the gradients of its part, lets the optimiser change it, and sends it to the others. So
+    gradients and optimiser state are divided among the devices, and as many bytes travel as in an all-reduce.
+    """
+
+    index: int
+    parts: tuple[tuple[str, tuple[Piece, ...]], ...]  # by owner, in the order of devices
+    item_bytes: int
+
+    def part(self, owner: str) -> tuple[Piece, ...]:
+        return dict(self.parts)[owner]
+
+    def num_bytes(self, owner: str) -> int:
+        return self.item_bytes * sum(piece.tile.numel for piece in self.part(owner))
+
+
 @dataclass(frozen=True)
 class Territory:
     """Regions of one device, by layer. `exports` lists what each chunk leaves for later steps."""
@@ -45,4 +72,5 @@ class Territory:
     segment_of: dict[str, int]
     exchanges: dict[str, Exchange]
     tape_holds_input: frozenset[str]  # exchanged norms whose own input need not be kept apart
-    owned_weights: dict[str, tuple[Tile, ...]]  # pieces of weights of which this device is the first holder
+    owned: tuple[Piece, ...]  # of the trainable weights: what the optimiser of this device changes
+    buckets: dict[int, Bucket]  # those in which this device has a part

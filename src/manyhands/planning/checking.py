@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from manyhands.ir.program import (
     Backward,
-    Collect,
     Content,
     Drop,
     Expect,
+    Fold,
     Forward,
     Message,
     Place,
@@ -16,7 +16,6 @@ from manyhands.ir.program import (
     Receive,
     Send,
     Step,
-    Sum,
 )
 from manyhands.planning.liveness import Buffer, Liveness
 from manyhands.planning.lowering import Lowered
@@ -30,9 +29,8 @@ def check(lowered: Lowered) -> None:
     """Raise Flawed unless all devices, taken together, can run their programs to the end."""
     devices = [_Device(lowered, program) for program in lowered.programs]
     letters: set[Message] = set()
-    sums: dict[int, set[str]] = {}
     while unfinished := [device for device in devices if device.position < len(device.steps)]:
-        if not any([device.advance(letters, sums) for device in unfinished]):
+        if not any([device.advance(letters) for device in unfinished]):
             waiting = "; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished)
             raise Flawed(f"deadlock: {waiting}")
     if letters:
@@ -51,32 +49,28 @@ class _Device:
         self.expected: set[int] = set()
         self.missing: dict[Buffer, int] = {}  # elements of a prepared tile that have not arrived
         self.tapes: set[int] = set()
-        self.sums: set[int] = set()
+        self.folded: set[int] = set()
 
-    def advance(self, letters: set[Message], sums: dict[int, set[str]]) -> bool:
+    def advance(self, letters: set[Message]) -> bool:
         """Take steps until one has to wait; whether any was taken."""
         start = self.position
-        while self.position < len(self.steps) and self._take(self.steps[self.position], letters, sums):
+        while self.position < len(self.steps) and self._take(self.steps[self.position], letters):
             self.position += 1
         return self.position > start
 
-    def _take(self, step: Step, letters: set[Message], sums: dict[int, set[str]]) -> bool:
+    def _take(self, step: Step, letters: set[Message]) -> bool:
         match step:
             case Receive(message) if message not in letters:
                 return False
-            case Collect(bucket):
-                started = next(s for s in self.steps if isinstance(s, Sum) and s.bucket == bucket)
-                if sums.get(bucket, set()) != set(started.among):
-                    return False
         for buffer in self.liveness.read(step):
             self._require(buffer in self.alive, step, f"{buffer} is not there")
             ready = isinstance(step, Place) or not self.missing.get(buffer)
             self._require(ready, step, f"{buffer} is incomplete")
         self.alive |= set(self.liveness.made(step))
-        self._act(step, letters, sums)
+        self._act(step, letters)
         return True
 
-    def _act(self, step: Step, letters: set[Message], sums: dict[int, set[str]]) -> None:
+    def _act(self, step: Step, letters: set[Message]) -> None:
         match step:
             case Prepare(layer, segment, tile):
                 self.missing[layer, segment] = tile.numel
@@ -98,11 +92,9 @@ class _Device:
                 letters.discard(message)
                 if message.content is Content.VALUE:
                     self.missing[message.layer, message.segment] -= message.tile.numel
-            case Sum(bucket):
-                sums.setdefault(bucket, set()).add(self.name)
-                self.sums.add(bucket)
-            case Collect(bucket):
-                self.sums.discard(bucket)
+            case Fold(bucket):
+                self._require(bucket not in self.folded, step, "it is done already")
+                self.folded.add(bucket)
             case Drop(layer, segment):
                 self._require((layer, segment) in self.alive, step, "it is not there")
                 self.alive.discard((layer, segment))
@@ -115,7 +107,7 @@ class _Device:
 
     def finish(self) -> None:
         incomplete = [buffer for buffer, count in self.missing.items() if count]
-        for left, what in ((self.alive, "values"), (self.expected, "messages"), (self.sums, "sums")):
+        for left, what in ((self.alive, "values"), (self.expected, "messages")):
             if left:
                 raise Flawed(f"{self.name} ends with {what} left over: {sorted(map(str, left))[0]}")
         if incomplete:

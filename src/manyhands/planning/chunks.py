@@ -9,7 +9,6 @@ from manyhands.ir.graph import ITEM_BYTES, Graph, Layer
 from manyhands.ir.plan import Plan
 from manyhands.planning.assignment import Assignment
 
-
 CHUNK_BYTES = 4 << 20
 
 

@@ -1,4 +1,4 @@
-"""What each step makes and reads, and when a result is no longer needed: dropped right after its last reader."""
+"""What each step makes and reads, and when a result is dropped: right after its last reader."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class Liveness:
             case Forward(_, layers):
                 return list(dict.fromkeys(b for name in layers for b in self._inputs(name, set(layers))))
             case Loss():
-                return [self._buffer(name, 1 + max(self.regions.segment_of.values())) for name in self.outputs]
+                return [
+                    self._buffer(name, 1 + max(self.regions.segment_of.values())) for name in self.outputs
+                ]
             case _:
                 return []
 

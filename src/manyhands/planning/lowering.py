@@ -9,13 +9,12 @@ from itertools import count
 from manyhands.ir.geometry import Tile, Transfer, transfers
 from manyhands.ir.graph import Graph, Layer, Statistic
 from manyhands.ir.plan import Plan
-from manyhands.ir.territory import Territory
 from manyhands.ir.program import (
     Backward,
-    Collect,
     Content,
     Correct,
     Expect,
+    Fold,
     Forward,
     Loss,
     Measure,
@@ -29,11 +28,14 @@ from manyhands.ir.program import (
     Step,
     Update,
 )
+from manyhands.ir.territory import Bucket, Territory
 from manyhands.planning.assignment import Assignment, assign, is_source
 from manyhands.planning.chunks import Chunk, chunks
 from manyhands.planning.liveness import Liveness, reads
 from manyhands.planning.territories import statistic_domains, territory
-from manyhands.planning.weights import all_held, sums_after
+from manyhands.planning.weights import all_held, buckets_after
+
+IN_FLIGHT = 2  # buckets of gradients on their way before the oldest is waited for
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ class Lowered:
     plan: Plan
     regions: Assignment
     holders: dict[str, dict[str, Tile]]  # of each weight: who holds which piece
+    buckets: tuple[Bucket, ...]
     programs: tuple[Program, ...]
 
     def territory(self, device: str) -> Territory:
-        return territory(self.program(device), self.graph, self.regions, self.holders)
+        return territory(self.program(device), self.graph, self.regions, self.holders, self.buckets)
 
     def program(self, device: str) -> Program:
         return next(program for program in self.programs if program.device == device)
@@ -56,7 +59,8 @@ class Lowered:
 def lower(graph: Graph, plan: Plan) -> Lowered:
     """Spell a plan out."""
     lowering = Lowering(graph, plan)
-    return Lowered(graph, plan, lowering.regions, lowering.holders, lowering.programs())
+    buckets = tuple(bucket for ready in lowering.buckets.values() for bucket in ready)
+    return Lowered(graph, plan, lowering.regions, lowering.holders, buckets, lowering.programs())
 
 
 class Lowering:
@@ -71,6 +75,8 @@ class Lowering:
         self.chunk_of = {name: chunk.index for chunk in self.chunks for name in chunk.layers}
         self.steps: dict[str, list[Step]] = {device: [] for device in plan.devices}
         self.tags = count()
+        self.buckets = buckets_after(graph, self.holders, self.chunks)
+        self.bucket_messages: dict[tuple[int, Content], list[Message]] = {}
         self.values = {c.index: self._value_messages(c) for c in (*self.chunks, self.loss)}
         self.moments = {c.index: self._moment_messages(c) for c in (*self.chunks, self.loss)}
 
@@ -82,19 +88,19 @@ class Lowering:
             self._after(chunk)
         for device in self._holders():
             self.steps[device].append(Loss())
-        sums = sums_after(self.graph, self.holders, self.chunks)
-        started = []
+        given: list[Bucket] = []
         for chunk in reversed(self.chunks):
             self._backward(chunk)
-            for bucket in sums[chunk.index]:
-                started.append(bucket)
-                for device in bucket.among:
-                    self.steps[device].append(bucket)
-        for bucket in started:
-            for device in bucket.among:
-                self.steps[device].append(Collect(bucket.bucket))
+            for bucket in self.buckets[chunk.index]:
+                self._give(bucket)
+                given.append(bucket)
+                if len(given) > IN_FLIGHT:
+                    self._receive(self._bucket_messages(given[-1 - IN_FLIGHT], Content.SLOPES))
+        for bucket in given[-IN_FLIGHT:]:
+            self._receive(self._bucket_messages(bucket, Content.SLOPES))
         for device in self.plan.devices:
             self.steps[device].append(Update())
+        self._share(given)
         return tuple(
             Program(device, Liveness(self.graph, self.regions, device).with_drops(steps))
             for device, steps in self.steps.items()
@@ -102,7 +108,9 @@ class Lowering:
 
     def _holders(self) -> list[str]:
         end = len(self.plan.segments)
-        return [d for d in self.plan.devices if any(d in self.regions.needed[n, end] for n in self.graph.outputs)]
+        return [
+            d for d in self.plan.devices if any(d in self.regions.needed[n, end] for n in self.graph.outputs)
+        ]
 
     def active(self, chunk: Chunk, device: str) -> tuple[str, ...]:
         """The layers of a chunk of which this device computes anything."""
@@ -186,8 +194,7 @@ class Lowering:
                     own = self.regions.home[name][device] & wanted
                     if own.numel:
                         self.steps[device].append(Place(name, chunk.segment, own))
-        for message in messages:
-            self.steps[message.target].append(Receive(message))
+        self._receive(messages)
 
     def _measure(self, chunk: Chunk, *, early: bool) -> None:
         for layer in self._statistics(chunk):
@@ -237,3 +244,40 @@ class Lowering:
             for device, tile in self.regions.home[layer.inputs[0]].items():
                 if tile.numel and not is_source(self.layers[layer.inputs[0]]):
                     self.steps[device].append(Correct(layer.name))
+
+    # ---- weights ---------------------------------------------------------------------------------------
+
+    def _bucket_messages(self, bucket: Bucket, content: Content) -> list[Message]:
+        """Gradients from every device to each owner, or new weights from each owner to every device."""
+        key = bucket.index, content
+        if key not in self.bucket_messages:
+            devices = [device for device, _ in bucket.parts]
+            ways = [(d, owner) for owner in devices for d in devices if d != owner and bucket.part(owner)]
+            self.bucket_messages[key] = [
+                Message(content, "bucket", bucket.index, Tile(()), source, target, next(self.tags), size)
+                for device, owner in ways
+                for size in [bucket.num_bytes(owner)]
+                for source, target in [(device, owner) if content is Content.SLOPES else (owner, device)]
+            ]
+        return self.bucket_messages[key]
+
+    def _give(self, bucket: Bucket) -> None:
+        """Send the gradients of a bucket to their owners."""
+        messages = self._bucket_messages(bucket, Content.SLOPES)
+        for message in messages:
+            self.steps[message.target].append(Expect(message))
+        self._send(messages)
+        for device, _ in bucket.parts:
+            self.steps[device].append(Fold(bucket.index))
+
+    def _share(self, given: list[Bucket]) -> None:
+        """Send what the owners made of their weights to everybody who holds them."""
+        messages = [m for bucket in given for m in self._bucket_messages(bucket, Content.WEIGHTS)]
+        for message in messages:
+            self.steps[message.target].append(Expect(message))
+        self._send(messages)
+        self._receive(messages)
+
+    def _receive(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            self.steps[message.target].append(Receive(message))

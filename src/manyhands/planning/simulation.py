@@ -8,7 +8,6 @@ from manyhands.ir.cluster import Cluster
 from manyhands.ir.plan import Cost
 from manyhands.ir.program import (
     Backward,
-    Collect,
     Correct,
     Drop,
     Forward,
@@ -19,8 +18,6 @@ from manyhands.ir.program import (
     Receive,
     Send,
     Step,
-    Sum,
-    ring_bytes,
     sent_bytes,
 )
 from manyhands.planning.costs import forward_flops, tile_bytes, weight_bytes
@@ -54,9 +51,8 @@ def simulate(lowered: Lowered, cluster: Cluster) -> Timeline:
     """The timeline of one training step. A device computes and sends at once; its sends leave one by one."""
     devices = [_Clock(lowered, program, cluster) for program in lowered.programs]
     arrivals: dict[Message, float] = {}
-    sums: dict[int, dict[str, float]] = {}
     while unfinished := [device for device in devices if device.position < len(device.steps)]:
-        if not any([device.advance(arrivals, sums) for device in unfinished]):
+        if not any([device.advance(arrivals) for device in unfinished]):
             raise Deadlock("; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished))
     cost = Cost(
         seconds=max(device.now for device in devices),
@@ -78,47 +74,33 @@ class _Clock:
         self.now = self.link_free = 0.0
         self.events: list[Event] = []
         held = {name: tiles[self.name] for name, tiles in lowered.holders.items() if self.name in tiles}
-        self.alive = self.peak = 3 * weight_bytes(lowered.graph, held)  # with gradients and momentum
+        owned = sum(piece.tile.numel for piece in lowered.territory(self.name).owned)
+        self.alive = self.peak = 2 * weight_bytes(lowered.graph, held) + 4 * owned  # gradients, momentum
         self.buffers: dict[Buffer, int] = {}
         self.tapes: dict[int, int] = {}
 
-    def advance(self, arrivals: dict[Message, float], sums: dict[int, dict[str, float]]) -> bool:
+    def advance(self, arrivals: dict[Message, float]) -> bool:
         start = self.position
         while self.position < len(self.steps):
             step = self.steps[self.position]
-            ready = self._ready(step, arrivals, sums)
+            ready = self._ready(step, arrivals)
             if ready is None:
                 break
             begin = max(self.now, ready)
             self.now = begin + self._seconds(step)
-            self._launch(step, arrivals, sums)
+            self._launch(step, arrivals)
             self._account(step)
             self.events.append(Event(self.name, self.position, begin, self.now))
             self.position += 1
         return self.position > start
 
-    def _ready(
-        self, step: Step, arrivals: dict[Message, float], sums: dict[int, dict[str, float]]
-    ) -> float | None:
+    def _ready(self, step: Step, arrivals: dict[Message, float]) -> float | None:
         """When a step can start, as far as others are concerned; None: not known yet."""
         match step:
             case Receive(message):
                 return arrivals.get(message)
-            case Collect(bucket):
-                started = next(s for s in self.steps if isinstance(s, Sum) and s.bucket == bucket)
-                if len(sums[bucket]) < len(started.among):
-                    return None
-                return max(sums[bucket].values()) + self._ring_seconds(started)
             case _:
                 return 0.0
-
-    def _ring_seconds(self, step: Sum) -> float:
-        ring = zip(step.among, step.among[1:] + step.among[:1], strict=True)
-        links = [self.cluster.link(a, b) for a, b in ring]
-        rounds = 2 * (len(step.among) - 1)
-        slowest = min(link.bytes_per_s for link in links)
-        latency = max(link.latency_s for link in links)
-        return rounds * latency + ring_bytes(step.num_bytes, len(step.among)) / slowest
 
     def _seconds(self, step: Step) -> float:
         match step:
@@ -135,15 +117,13 @@ class _Clock:
     def _flops(self, step: Forward) -> int:
         return sum(forward_flops(self.layers[n], self.regions.computed[n][self.name]) for n in step.layers)
 
-    def _launch(self, step: Step, arrivals: dict[Message, float], sums: dict[int, dict[str, float]]) -> None:
+    def _launch(self, step: Step, arrivals: dict[Message, float]) -> None:
         match step:
             case Send(message):
                 link = self.cluster.link(message.source, message.target)
                 begin = max(self.now, self.link_free)
                 self.link_free = begin + message.num_bytes / link.bytes_per_s
                 arrivals[message] = self.link_free + link.latency_s
-            case Sum(bucket):
-                sums.setdefault(bucket, {})[self.name] = self.now
             case _:
                 pass
 

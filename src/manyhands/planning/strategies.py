@@ -63,11 +63,15 @@ def parse_cuts(text: str, num_devices: int) -> Cuts:
     for word in words:
         name, _, number = word.partition(":")
         if name not in {axis.value for axis in Axis} or (number and not number.isdigit()):
-            raise RequestError(f"no strategy is called {word!r}. There are {', '.join(NAMES)} and batch:2,rows:2.")
+            raise RequestError(
+                f"no strategy is called {word!r}. There are {', '.join(NAMES)} and batch:2,rows:2."
+            )
         cuts.append(Cut(Axis(name), int(number) if number else num_devices))
     total = prod(cut.count for cut in cuts)
     if not cuts or total != num_devices:
-        raise RequestError(f"{text.strip()!r} makes {total} tiles for {num_devices} devices; they must be equal.")
+        raise RequestError(
+            f"{text.strip()!r} makes {total} tiles for {num_devices} devices; they must be equal."
+        )
     if len({cut.axis for cut in cuts}) != len(cuts):
         raise RequestError(f"{text.strip()!r} cuts one axis twice.")
     return tuple(cuts)
@@ -89,9 +93,7 @@ def _parts(strategy: str, layers: tuple[Layer, ...], num_devices: int) -> list[t
     return parts
 
 
-def _ends(
-    layers: tuple[Layer, ...], parts: list[tuple[int, Cuts]], fuse: tuple[str, ...] | None
-) -> set[int]:
+def _ends(layers: tuple[Layer, ...], parts: list[tuple[int, Cuts]], fuse: tuple[str, ...] | None) -> set[int]:
     """Indices after whose layer a segment ends."""
     ends = {start - 1 for start, _ in parts if start} | {len(layers) - 1}
     if fuse is not None:
@@ -160,8 +162,8 @@ def _refuse_idle(graph: Graph, plan: Plan, strategy: str) -> None:
     idle = [device for device in plan.devices if device not in busy]
     if len(idle) == len(plan.devices) - 1 and len(plan.devices) > 1 and plan.batch < len(plan.devices):
         raise RequestError(
-            f"{strategy!r} cannot be cut among {len(plan.devices)} devices: the batch is {plan.batch} and every "
-            f"map is too small. Use fewer devices or a larger batch."
+            f"{strategy!r} cannot be cut among {len(plan.devices)} devices: the batch is {plan.batch} and "
+            f"every map is too small. Use fewer devices or a larger batch."
         )
     if idle and strategy.strip() != "single":
         raise RequestError(f"{strategy!r} leaves {', '.join(idle)} with nothing to do. Use fewer devices.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Whole
-from manyhands.ir.program import Receive, Sum
+from manyhands.ir.program import Content, Receive
 from manyhands.ir.report import PlanFacts, SegmentFacts, WholeLayer
 from manyhands.planning.costs import forward_flops, weight_bytes
 from manyhands.planning.lowering import Lowered
@@ -17,11 +17,12 @@ def summarise(lowered: Lowered, cluster: Cluster) -> PlanFacts:
     received = [0] * (len(lowered.plan.segments) + 1)
     for program in lowered.programs:
         for step in program.steps:
-            if isinstance(step, Receive):
+            if isinstance(step, Receive) and step.message.content not in (Content.SLOPES, Content.WEIGHTS):
                 received[step.message.segment] += step.message.num_bytes
-    sums = {s.bucket: s.num_bytes for p in lowered.programs for s in p.steps if isinstance(s, Sum)}
+    shared = sum(bucket.num_bytes(owner) for bucket in lowered.buckets for owner, _ in bucket.parts)
     held = {
-        d: {name: tiles[d] for name, tiles in lowered.holders.items() if d in tiles} for d in lowered.plan.devices
+        d: {name: tiles[d] for name, tiles in lowered.holders.items() if d in tiles}
+        for d in lowered.plan.devices
     }
     return PlanFacts(
         batch=lowered.plan.batch,
@@ -29,7 +30,7 @@ def summarise(lowered: Lowered, cluster: Cluster) -> PlanFacts:
         exact=lowered.plan.exact,
         segments=tuple(_segment(lowered, i, received[i]) for i in range(len(lowered.plan.segments))),
         whole=_whole(lowered),
-        summed_bytes=sum(sums.values()),
+        summed_bytes=shared,
         weight_bytes=tuple((d, weight_bytes(lowered.graph, tiles)) for d, tiles in held.items()),
         forecast=simulate(lowered, cluster).cost,
     )

@@ -6,10 +6,10 @@ from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.graph import Graph, GroupNorm, Layer, Statistic
 from manyhands.ir.program import Forward, Program
 from manyhands.ir.regions import group_range
-from manyhands.ir.territory import Exchange, Share, Territory
+from manyhands.ir.territory import Bucket, Exchange, Share, Territory
 from manyhands.planning.assignment import Assignment, statistic_domain, statistic_source
 from manyhands.planning.liveness import Liveness
-from manyhands.planning.weights import pieces_of
+from manyhands.planning.weights import owned_pieces
 
 Tiles = dict[str, Tile]
 
@@ -63,7 +63,11 @@ def exchange(layer: Layer, source: Layer, regions: Assignment, device: str) -> E
 
 
 def territory(
-    program: Program, graph: Graph, regions: Assignment, holders: dict[str, dict[str, Tile]]
+    program: Program,
+    graph: Graph,
+    regions: Assignment,
+    holders: dict[str, dict[str, Tile]],
+    buckets: tuple[Bucket, ...],
 ) -> Territory:
     """What this program's device has to know."""
     device, layers = program.device, graph.by_name()
@@ -84,9 +88,6 @@ def territory(
             for name in regions.exchanged
         },
         tape_holds_input=frozenset(n for n in regions.exchanged if liveness.tape_holds_input(layers[n])),
-        owned_weights={
-            name: tuple(tile for among, tile in pieces_of(tiles) if among[0] == device)
-            for name, tiles in holders.items()
-            if device in tiles
-        },
+        owned=owned_pieces(graph, holders, buckets, device),
+        buckets={bucket.index: bucket for bucket in buckets if device in dict(bucket.parts)},
     )

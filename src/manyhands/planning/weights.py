@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import count, product
 
-from manyhands.ir.geometry import Span, Tile
+from manyhands.ir.geometry import Span, Tile, divide, empty_like
 from manyhands.ir.graph import ITEM_BYTES, Graph
-from manyhands.ir.program import Piece, Sum
 from manyhands.ir.regions import parameter_tiles
+from manyhands.ir.territory import Bucket, Piece
 from manyhands.planning.assignment import Assignment, is_source
 from manyhands.planning.chunks import Chunk
 
-BUCKET_BYTES = 4 << 20  # small gradients wait for each other until they make this
-ALONE_BYTES = 1 << 20  # one of this size goes alone, and need not be copied
+BUCKET_BYTES = 4 << 20  # gradients wait for each other until they make this
 
 
 def held(graph: Graph, assignment: Assignment, device: str) -> dict[str, Tile]:
@@ -62,30 +61,59 @@ def pieces_of(holders: dict[str, Tile]) -> list[tuple[tuple[str, ...], Tile]]:
     return pieces
 
 
-def sums_after(
+def buckets_after(
     graph: Graph, holders: dict[str, dict[str, Tile]], all_chunks: tuple[Chunk, ...]
-) -> dict[int, list[Sum]]:
-    """The sums to start after each chunk's backward, in buckets of a few megabytes, the same for everyone."""
-    first_use = _first_chunk_using(graph, all_chunks)
-    waiting: dict[tuple[str, ...], list[Sum]] = {}
-    result: dict[int, list[Sum]] = {chunk.index: [] for chunk in all_chunks}
-    parameters = graph.parameters()
-    for chunk in reversed(all_chunks):
-        ready: list[Sum] = []
-        for name in (n for n, index in first_use.items() if index == chunk.index):
-            for among, tile in pieces_of(holders.get(name, {})):
-                size = tile.numel * ITEM_BYTES[parameters[name].dtype]
-                alone = Sum(0, among, (Piece(name, tile),), size)
-                if len(among) > 1:
-                    (ready if size >= ALONE_BYTES else waiting.setdefault(among, [])).append(alone)
-        for among, small in waiting.items():
-            total = sum(one.num_bytes for one in small)
-            if small and (total >= BUCKET_BYTES or chunk.index == 0):
-                ready.append(Sum(0, among, tuple(piece for one in small for piece in one.pieces), total))
-                waiting[among] = []
-        result[chunk.index] = ready
+) -> dict[int, list[Bucket]]:
+    """The buckets that are ready after each chunk's backward, a few megabytes each, the same for everyone."""
+    first_use, parameters = _first_chunk_using(graph, all_chunks), graph.parameters()
+    waiting: dict[tuple[tuple[str, ...], str], list[Piece]] = {}
+    result: dict[int, list[Bucket]] = {}
     numbers = count()
-    return {index: [replace(s, bucket=next(numbers)) for s in sums] for index, sums in result.items()}
+    for chunk in reversed(all_chunks):
+        for name in (n for n, index in first_use.items() if index == chunk.index):
+            for among, tile in pieces_of(holders[name]):
+                if len(among) > 1:
+                    waiting.setdefault((among, parameters[name].dtype), []).append(Piece(name, tile))
+        result[chunk.index] = []
+        for (among, dtype), pieces in waiting.items():
+            size = ITEM_BYTES[dtype] * sum(piece.tile.numel for piece in pieces)
+            if pieces and (size >= BUCKET_BYTES or chunk.index == 0):
+                result[chunk.index].append(_bucket(next(numbers), among, pieces, ITEM_BYTES[dtype]))
+                waiting[among, dtype] = []
+    return result
+
+
+def _bucket(index: int, among: tuple[str, ...], pieces: list[Piece], item_bytes: int) -> Bucket:
+    """Every piece divided among its holders, along its longest side."""
+    parts: dict[str, list[Piece]] = {device: [] for device in among}
+    for piece in pieces:
+        for device, tile in zip(among, divided(piece.tile, len(among)), strict=True):
+            if tile.numel:
+                parts[device].append(Piece(piece.parameter, tile))
+    return Bucket(index, tuple((device, tuple(owned)) for device, owned in parts.items()), item_bytes)
+
+
+def divided(tile: Tile, count: int) -> list[Tile]:
+    """A tile in equal parts along its longest side; a scalar goes to the first."""
+    if not tile.spans:
+        return [tile] + [empty_like(())] * (count - 1)
+    longest = max(range(len(tile.spans)), key=lambda d: len(tile.spans[d]))
+    return [tile.with_span(longest, span) for span in divide(tile.spans[longest], (1,) * count)]
+
+
+def owned_pieces(
+    graph: Graph, holders: dict[str, dict[str, Tile]], buckets: Iterable[Bucket], device: str
+) -> tuple[Piece, ...]:
+    """The trainable weights of which this device decides: its parts of buckets, and what it alone holds."""
+    shared = [piece for bucket in buckets for piece in dict(bucket.parts).get(device, ())]
+    alone = [
+        Piece(name, tile)
+        for name, parameter in graph.parameters().items()
+        if parameter.trainable
+        for among, tile in pieces_of(holders[name])
+        if among == (device,)
+    ]
+    return (*alone, *shared)
 
 
 def _first_chunk_using(graph: Graph, all_chunks: tuple[Chunk, ...]) -> dict[str, int]:

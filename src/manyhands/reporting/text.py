@@ -24,7 +24,11 @@ def duration(seconds: float) -> str:
 
 def plan_view(facts: PlanFacts) -> RenderableType:
     """The plan as a table, what runs whole, and the forecast."""
-    table = Table(title=f"Plan for batch {facts.batch} on {len(facts.devices)} devices", title_justify="left", pad_edge=False)
+    table = Table(
+        title=f"Plan for batch {facts.batch} on {len(facts.devices)} devices",
+        title_justify="left",
+        pad_edge=False,
+    )
     for heading, justify in (
         ("#", "right"),
         ("layers", "left"),
@@ -55,7 +59,10 @@ def _segment_row(index: int, segment: SegmentFacts) -> tuple[str, ...]:
 
 def plan_notes(facts: PlanFacts) -> list[str]:
     """What the table leaves out, a line each."""
-    lines = [f"{layer.name} runs whole: {layer.reason} ({layer.extra_flops:.2g} extra operations)." for layer in facts.whole]
+    lines = [
+        f"{layer.name} runs whole: {layer.reason} ({layer.extra_flops:.2g} extra operations)."
+        for layer in facts.whole
+    ]
     if facts.summed_bytes:
         lines.append(f"Gradients added up among devices: {amount(facts.summed_bytes)} a step.")
     weights = " ".join(amount(size) for _, size in facts.weight_bytes)
@@ -64,7 +71,7 @@ def plan_notes(facts: PlanFacts) -> list[str]:
     basis = "measured speeds" if facts.measured else "nominal speeds, not measured"
     peaks = " ".join(amount(size) for _, size in cost.peak_bytes)
     lines.append(
-        f"Forecast ({basis}): {duration(cost.seconds)} and {amount(cost.traffic_bytes)} on the network a step; "
+        f"Forecast ({basis}): {duration(cost.seconds)} a step, {amount(cost.traffic_bytes)} on the network; "
         f"peak tensors {peaks}."
     )
     lines.append("Exact: trains as one device would, to rounding." if facts.exact else "NOT exact.")

@@ -8,7 +8,7 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from malloc.h
 
 
-def return_freed_memory(threshold_bytes: int = 1 << 20) -> bool:
+def return_freed_memory(threshold_bytes: int = 128 << 10) -> bool:
     """Blocks above the threshold get pages of their own and give them back when freed. False: not glibc.
 
     By default glibc raises its threshold to 32 MB as blocks are freed, and then keeps and scatters them.

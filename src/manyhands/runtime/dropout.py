@@ -10,7 +10,9 @@ from torch import Tensor
 from manyhands.ir.geometry import Shape, Tile
 
 
-def mask(seed: int, step: int, layer: str, shape: Shape, tile: Tile, probability: float, channels: bool) -> Tensor:
+def mask(
+    seed: int, step: int, layer: str, shape: Shape, tile: Tile, probability: float, channels: bool
+) -> Tensor:
     """Ones and zeros of a tile (True: kept); with `channels`, one draw for each sample's channel."""
     drawn = shape[1:2] + (1,) * (len(shape) - 2) if channels else shape[1:]
     inner = Tile.whole(shape[1:])

@@ -1,4 +1,4 @@
-"""In which order a tensor's numbers lie: rows of pixels with all their channels travel, and often compute, faster.
+"""In which order a tensor's numbers lie: with the channels last they travel, and often compute, faster.
 
 On the wire, images and filters always lie with the channels last, whatever a device computes with. Then a
 strip of rows of one sample is one piece of memory, and goes straight out of and into a tile that lies so too.

@@ -1,4 +1,4 @@
-"""Tiles on their way: what goes out, what comes in and where it is put, and the sums of weights' gradients."""
+"""Tiles and weights on their way: what goes out, what comes in, and where it is put."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manyhands.ir.graph import Statistic
-from manyhands.ir.program import Content, Message, Sum
+from manyhands.ir.program import Content, Message
 from manyhands.runtime.formats import incoming, outgoing, wire_shape, wire_view
 from manyhands.runtime.store import Store
 from manyhands.runtime.transport import Pending, Transport
@@ -19,13 +19,13 @@ class Mail:
     def __init__(self, device: str, store: Store, weights: Weights, transport: Transport) -> None:
         self.device, self.store, self.weights, self.transport = device, store, weights, transport
         self.arriving: dict[int, tuple[Pending, Tensor]] = {}
-        self.adding: dict[int, tuple[Pending, Tensor, Sum]] = {}
 
     def send(self, message: Message) -> None:
         """Send a copy, so that what it was taken from may change or go."""
         tensor = self._content(message)
-        copied = outgoing(tensor)
-        if copied.data_ptr() == tensor.data_ptr():
+        fresh = message.content in (Content.SLOPES, Content.WEIGHTS)
+        copied = tensor if fresh else outgoing(tensor)
+        if not fresh and copied.data_ptr() == tensor.data_ptr():
             copied = copied.clone()
         self.transport.send(copied, message.target, message.tag)
 
@@ -47,18 +47,33 @@ class Mail:
                 known = exchanges[layer].known
                 assert known is not None
                 return store.sums[layer][self.device][(slice(None), *message.tile.within(known))]
+            case Content.SLOPES:
+                pieces = store.territory.buckets[message.segment].part(message.target)
+                parts = [self.weights.gradient(p.parameter, p.tile) for p in pieces]
+                return torch.cat([outgoing(part).reshape(-1) for part in parts])
+            case Content.WEIGHTS:
+                pieces = store.territory.buckets[message.segment].part(self.device)
+                return torch.cat([outgoing(self.weights.owned[p].detach()).reshape(-1) for p in pieces])
 
     def expect(self, message: Message) -> None:
         """Let it come straight into its margin, where that is one piece of memory; else beside it."""
-        shape = message.tile.shape
+        shape, dtype = message.tile.shape, self._dtype(message)
+        if message.content in (Content.SLOPES, Content.WEIGHTS):
+            shape = (message.num_bytes // dtype.itemsize,)
         if message.content in (Content.MOMENTS, Content.SUMS):
             shape = (1 if self.store.layers[message.layer].statistic is Statistic.MEAN else 2, *shape)
         buffer = None
         if message.content is Content.VALUE:
             buffer = wire_view(self.store.margin(message.layer, message.segment, message.tile))
         if buffer is None:
-            buffer = torch.empty(wire_shape(shape), dtype=self.store.dtype(message.layer))
+            buffer = torch.empty(wire_shape(shape), dtype=dtype)
         self.arriving[message.tag] = self.transport.expect(buffer, message.source, message.tag), buffer
+
+    def _dtype(self, message: Message) -> torch.dtype:
+        if message.content not in (Content.SLOPES, Content.WEIGHTS):
+            return self.store.dtype(message.layer)
+        pieces = [piece for _, part in self.store.territory.buckets[message.segment].parts for piece in part]
+        return self.weights.tensors[pieces[0].parameter].dtype
 
     def receive(self, message: Message) -> None:
         """Wait for it, and put it where it belongs."""
@@ -76,23 +91,19 @@ class Mail:
                 store.parts[layer][message.source] = received
             case Content.SUMS:
                 store.sums[layer][message.source] = received
+            case Content.SLOPES | Content.WEIGHTS:
+                self._take_bucket(message, received)
 
-    def start_sum(self, step: Sum) -> None:
-        """Hand a bucket of gradients over to be added up; the sum will take their place."""
-        pieces = [outgoing(self.weights.gradient(p.parameter, p.tile)).reshape(-1) for p in step.pieces]
-        for piece in step.pieces:
-            if self.weights.tiles[piece.parameter] == piece.tile:
-                self.weights.tensors[piece.parameter].grad = None
-        first = step.pieces[0]
-        alone = len(pieces) == 1 and self.weights.tiles[first.parameter] == first.tile
-        total = pieces.pop() if alone else torch.cat(pieces)  # a part of a gradient stays where it is
-        del pieces
-        self.adding[step.bucket] = self.transport.sum(total, step.among), total, step
-
-    def collect(self, bucket: int) -> None:
-        pending, total, step = self.adding.pop(bucket)
-        pending.wait()
-        sizes = [piece.tile.numel for piece in step.pieces]
-        for piece, value in zip(step.pieces, total.split(sizes), strict=True):
-            shaped = incoming(value.view(wire_shape(piece.tile.shape)))
-            self.weights.set_gradient(piece.parameter, piece.tile, shaped)
+    def _take_bucket(self, message: Message, received: Tensor) -> None:
+        """Gradients of what this device owns are added up; weights that another owns are taken over."""
+        slopes = message.content is Content.SLOPES
+        owner = message.target if slopes else message.source
+        pieces = self.store.territory.buckets[message.segment].part(owner)
+        for piece, flat in zip(pieces, received.split([p.tile.numel for p in pieces]), strict=True):
+            value = incoming(flat.view(wire_shape(piece.tile.shape)))
+            if not slopes:
+                self.weights.piece(piece.parameter, piece.tile).detach().copy_(value)
+                continue
+            gradient = self.weights.owned[piece].grad
+            assert gradient is not None, f"{piece.parameter} was not folded"
+            gradient += value

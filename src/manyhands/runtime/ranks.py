@@ -54,7 +54,13 @@ def launch(
         ranks = []
         try:
             for index, device in enumerate(devices):
-                spec = {"task": task, "job": job, "rank": index, "devices": devices, "store": f"{folder}/store"}
+                spec = {
+                    "task": task,
+                    "job": job,
+                    "rank": index,
+                    "devices": devices,
+                    "store": f"{folder}/store",
+                }
                 spec |= {"threads": threads, "timeout_s": timeout_s}
                 ranks.append(_start(device, spec, Path(folder) / f"{device}.err", spoken))
             _listen(ranks, spoken, on_event)
@@ -100,7 +106,9 @@ def _listen(
     deadline: float | None = None
     while running:
         try:
-            rank, event = spoken.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
+            rank, event = spoken.get(
+                timeout=None if deadline is None else max(deadline - time.monotonic(), 0)
+            )
         except queue.Empty:
             break
         if event is None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from datetime import timedelta
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.errors import DeviceLost
-from manyhands.ir.program import ring_bytes
+
+SENDING_BYTES = 4 << 20  # what may be on its way out while computing goes on; it is held in memory
 
 
 class Pending(Protocol):
@@ -22,7 +22,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Messages by tag between named devices, and sums among some of them."""
+    """Messages by tag between named devices."""
 
     sent_bytes: int
 
@@ -31,9 +31,6 @@ class Transport(Protocol):
 
     def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
         """Let the message come into this contiguous buffer."""
-
-    def sum(self, tensor: Tensor, among: tuple[str, ...]) -> Pending:
-        """Start replacing the tensor by its sum over these devices."""
 
     def flush(self) -> None:
         """Wait until everything sent has left."""
@@ -45,16 +42,7 @@ class Gloo:
     def __init__(self, device: str, devices: tuple[str, ...], timeout_s: float) -> None:
         self.device, self.ranks = device, {name: rank for rank, name in enumerate(devices)}
         self.timeout_s, self.sent_bytes = timeout_s, 0
-        self.sending: list[tuple[Tensor, str, dist.Work]] = []
-        self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-
-    def join(self, sets: list[tuple[str, ...]]) -> None:
-        """Make a group of processes for every set of devices that will sum; all devices call this alike."""
-        for among in sets:
-            if among not in self.groups:
-                self.groups[among] = dist.new_group(
-                    [self.ranks[name] for name in among], timeout=timedelta(seconds=self.timeout_s)
-                )
+        self.sending: deque[tuple[Tensor, str, dist.Work]] = deque()
 
     def send(self, tensor: Tensor, target: str, tag: int) -> None:
         self.sent_bytes += tensor.numel() * tensor.element_size()
@@ -64,6 +52,7 @@ class Gloo:
             raise DeviceLost(target, f"the connection broke: {_first_line(error)}") from error
         assert work is not None
         self.sending.append((tensor, target, work))
+        self._wait_for_sent(SENDING_BYTES)
 
     def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
         try:
@@ -73,17 +62,16 @@ class Gloo:
         assert work is not None
         return _Work(work, (source,), self.timeout_s)
 
-    def sum(self, tensor: Tensor, among: tuple[str, ...]) -> Pending:
-        self.sent_bytes += ring_bytes(tensor.numel() * tensor.element_size(), len(among))
-        others = tuple(name for name in among if name != self.device)
-        work = dist.all_reduce(tensor, group=self.groups[among], async_op=True)
-        assert work is not None
-        return _Work(work, others, self.timeout_s)
-
     def flush(self) -> None:
-        for _, target, work in self.sending:
+        self._wait_for_sent(0)
+
+    def _wait_for_sent(self, limit_bytes: int) -> None:
+        """Until no more than this is still on its way out. (Receivers make ready before they wait.)"""
+        while self.sending and (
+            not limit_bytes or sum(t.numel() * t.element_size() for t, *_ in self.sending) > limit_bytes
+        ):
+            _, target, work = self.sending.popleft()
             _Work(work, (target,), self.timeout_s).wait()
-        self.sending.clear()
 
 
 class _Work:
@@ -107,12 +95,11 @@ def _first_line(error: BaseException) -> str:
 
 
 class Mailroom:
-    """What the devices of one process share: letters by (source, target, tag), and sums in the making."""
+    """What the devices of one process share: letters by (source, target, tag)."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.letters: defaultdict[tuple[str, str, int], list[Tensor]] = defaultdict(list)
-        self.sums: defaultdict[tuple[tuple[str, ...], int], dict[str, Tensor]] = defaultdict(dict)
         self.failed: str | None = None
 
 
@@ -121,7 +108,6 @@ class Loopback:
 
     def __init__(self, device: str, mailroom: Mailroom, timeout_s: float = 60.0) -> None:
         self.device, self.mailroom, self.timeout_s, self.sent_bytes = device, mailroom, timeout_s, 0
-        self.sums_started: defaultdict[tuple[str, ...], int] = defaultdict(int)
 
     def send(self, tensor: Tensor, target: str, tag: int) -> None:
         self.sent_bytes += tensor.numel() * tensor.element_size()
@@ -131,15 +117,6 @@ class Loopback:
 
     def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
         return _Letter(self, buffer, source, tag)
-
-    def sum(self, tensor: Tensor, among: tuple[str, ...]) -> Pending:
-        self.sent_bytes += ring_bytes(tensor.numel() * tensor.element_size(), len(among))
-        key = among, self.sums_started[among]
-        self.sums_started[among] += 1
-        with self.mailroom.changed:
-            self.mailroom.sums[key][self.device] = tensor.clone()
-            self.mailroom.changed.notify_all()
-        return _Total(self, tensor, key)
 
     def flush(self) -> None:
         pass
@@ -164,20 +141,3 @@ class _Letter:
             letter = mailroom.letters[key].pop(0)
         assert letter.shape == self.buffer.shape, f"{key}: {letter.shape} came, {self.buffer.shape} expected"
         self.buffer.copy_(letter)
-
-
-class _Total:
-    def __init__(self, home: Loopback, tensor: Tensor, key: tuple[tuple[str, ...], int]) -> None:
-        self.home, self.tensor, self.key = home, tensor, key
-
-    def wait(self) -> None:
-        mailroom, among = self.home.mailroom, self.key[0]
-        with mailroom.changed:
-            while len(mailroom.sums[self.key]) < len(among):
-                missing = next(name for name in among if name not in mailroom.sums[self.key])
-                self.home.wait_until(False, missing)
-            parts = mailroom.sums[self.key]
-        total = torch.zeros_like(self.tensor)
-        for name in among:
-            total += parts[name]
-        self.tensor.copy_(total)

@@ -2,29 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph
+from manyhands.ir.territory import Bucket, Piece, Territory
 
 
 class Weights:
-    """Pieces by name; parameters are nn.Parameters, so that any optimiser takes them."""
+    """Pieces by name. What the optimiser of this device changes, it sees as parameters of their own.
 
-    def __init__(self, tiles: dict[str, Tile], tensors: dict[str, Tensor]) -> None:
-        self.tiles, self.tensors = tiles, tensors
+    A weight that several devices hold is whole on each, but each owns a part of it: a parameter that lies
+    in the same memory, so that the optimiser's step is seen in the whole at once.
+    """
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {n: t for n, t in self.tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    def __init__(self, tiles: dict[str, Tile], tensors: dict[str, Tensor], owned: tuple[Piece, ...]) -> None:
+        self.tiles, self.tensors, self.pieces = tiles, tensors, owned
+        self._own()
+
+    def _own(self) -> None:
+        self.owned: dict[Piece, nn.Parameter] = {}
+        for piece in self.pieces:
+            tensor = self.tensors[piece.parameter]
+            whole = piece.tile == self.tiles[piece.parameter]
+            own = tensor if whole else nn.Parameter(self.piece(piece.parameter, piece.tile).detach())
+            assert isinstance(own, nn.Parameter)
+            self.owned[piece] = own
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What to give to an optimiser."""
+        return list(self.owned.values())
+
+    def clear_gradients(self, unread: set[str]) -> None:
+        """Begin a step. Weights that nothing reads here get zeros, as they would on one device."""
+        for tensor in self.tensors.values():
+            tensor.grad = None
+        for piece, own in self.owned.items():
+            own.grad = torch.zeros_like(own) if piece.parameter in unread else None
+
+    def fold(self, bucket: Bucket, device: str) -> None:
+        """Keep this device's part of a bucket's gradients, and forget the rest."""
+        for piece in bucket.part(device):
+            self.owned[piece].grad = self.gradient(piece.parameter, piece.tile).clone()
+        sizes: dict[str, int] = {}
+        for piece in (piece for _, pieces in bucket.parts for piece in pieces):
+            sizes[piece.parameter] = sizes.get(piece.parameter, 0) + piece.tile.numel
+        for name, size in sizes.items():
+            owned_whole = Piece(name, self.tiles[name]) in self.owned
+            if size == self.tiles[name].numel and not owned_whole:  # else the rest of it is still needed
+                self.tensors[name].grad = None
+
+    def settle_gradients(self) -> None:
+        """Backward is over: parts that no bucket had are taken from the whole."""
+        for piece, own in self.owned.items():
+            whole = self.tensors[piece.parameter]
+            if own is not whole and own.grad is None and whole.grad is not None:
+                own.grad = self.gradient(piece.parameter, piece.tile).clone()
 
     def arrange(self, memory_format: torch.memory_format) -> None:
         """Put filters in this order in memory."""
         for tensor in self.tensors.values():
             if tensor.dim() == 4:
                 tensor.data = tensor.data.contiguous(memory_format=memory_format)
+        self._own()
 
     def piece(self, name: str, tile: Tile) -> Tensor:
         """A box of a weight, inside of what is held here."""
@@ -39,21 +80,10 @@ class Weights:
             return self.tensors[name].new_zeros(tile.shape)
         return gradient if self.tiles[name] == tile else gradient[tile.within(self.tiles[name])]
 
-    def set_gradient(self, name: str, tile: Tile, value: Tensor) -> None:
-        tensor = self.tensors[name]
-        if self.tiles[name] == tile:
-            tensor.grad = value
-            return
-        if tensor.grad is None:
-            tensor.grad = torch.zeros_like(tensor)
-        if 0 in tensor.grad.stride():  # one number seen many times cannot be written to in pieces
-            tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
-        tensor.grad[tile.within(self.tiles[name])] = value
 
-
-def split_weights(model: nn.Module, graph: Graph, tiles: dict[str, Tile]) -> Weights:
+def split_weights(model: nn.Module, graph: Graph, territory: Territory) -> Weights:
     """Cut a model's state to what a device holds. Whole pieces share the model's memory."""
-    tensors: dict[str, Tensor] = {}
+    tiles, tensors = territory.weights, dict[str, Tensor]()
     for name, parameter in graph.parameters().items():
         if name not in tiles:
             continue
@@ -63,7 +93,7 @@ def split_weights(model: nn.Module, graph: Graph, tiles: dict[str, Tile]) -> Wei
             full.detach() if whole else full.detach()[tiles[name].within(Tile.whole(parameter.shape))].clone()
         )
         tensors[name] = nn.Parameter(piece, parameter.trainable) if not parameter.buffer else piece
-    return Weights(tiles, tensors)
+    return Weights(tiles, tensors, territory.owned)
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor:
@@ -71,14 +101,3 @@ def find_tensor(model: nn.Module, name: str) -> Tensor:
     tensor = getattr(model.get_submodule(path), leaf)
     assert isinstance(tensor, Tensor), name
     return tensor
-
-
-def merge_weights(graph: Graph, parts: Iterable[Weights]) -> dict[str, Tensor]:
-    """The whole state under the model's own names, from the pieces of all devices."""
-    state: dict[str, Tensor] = {}
-    for part in parts:
-        for name, tensor in part.tensors.items():
-            shape = graph.parameters()[name].shape
-            full = state.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
-            full[part.tiles[name].within(Tile.whole(shape))] = tensor.detach()
-    return state

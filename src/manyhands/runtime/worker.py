@@ -12,10 +12,10 @@ from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import BatchNorm, Graph, GroupNorm, Input, Layer, Pointwise, Statistic
 from manyhands.ir.program import (
     Backward,
-    Collect,
     Correct,
     Drop,
     Expect,
+    Fold,
     Forward,
     Loss,
     Measure,
@@ -26,13 +26,12 @@ from manyhands.ir.program import (
     Return,
     Send,
     Step,
-    Sum,
     Update,
 )
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
-from manyhands.runtime.kernels import Function, Work, compute, count_batch
 from manyhands.runtime.formats import arranged
+from manyhands.runtime.kernels import Function, Work, compute, count_batch
 from manyhands.runtime.mail import Mail
 from manyhands.runtime.norms import (
     Moments,
@@ -84,10 +83,12 @@ class Worker:
         self.last_uses = {s.chunk: self._last_uses(s) for s in program.steps if isinstance(s, Forward)}
         self.anchor = torch.zeros((), requires_grad=True)
         used = (layer for layer in graph.layers if territory.computed[layer.name].numel or not layer.inputs)
-        self.unread = weights.parameters().keys() - {p.name for layer in used for p in layer.parameters}
+        self.unread = {p.parameter for p in weights.pieces} - {
+            p.name for layer in used for p in layer.parameters
+        }
 
     def use_format(self, memory_format: torch.memory_format) -> None:
-        """Compute with tensors that lie in this order. Not to be called after an optimiser took the weights."""
+        """Compute with tensors that lie in this order; to be called before an optimiser takes the weights."""
         self.store.memory_format = memory_format
         self.weights.arrange(memory_format)
 
@@ -95,8 +96,7 @@ class Worker:
         """One training step; the loss, on a device that evaluates it."""
         self.store.clear()
         self.batch = batch
-        for name, parameter in self.weights.parameters().items():
-            parameter.grad = torch.zeros_like(parameter) if name in self.unread else None
+        self.weights.clear_gradients(self.unread)
         for step in self.program.steps:
             self.run(step)
         self.transport.flush()
@@ -133,11 +133,10 @@ class Worker:
                 store.values.pop((layer, segment))
             case Loss():
                 self.loss()
-            case Sum():
-                self.mail.start_sum(step)
-            case Collect(bucket):
-                self.mail.collect(bucket)
+            case Fold(bucket):
+                self.weights.fold(self.territory.buckets[bucket], self.program.device)
             case Update():
+                self.weights.settle_gradients()
                 self.update()
             case _:
                 raise TypeError(f"this worker cannot run {step}")
@@ -226,7 +225,7 @@ class Worker:
         self, layer: Layer, here: dict[str, tuple[Tensor, Tile]], tape: Tape, weights: dict[str, Tensor]
     ) -> Tensor:
         """A norm or mean whose statistics were exchanged."""
-        tile, exchange = self.territory.computed[layer.name], self.territory.exchanges[layer.name]
+        tile = self.territory.computed[layer.name]
         moments = self._moments(layer)
         box = tape.sums[layer.name] = Box()
         if layer.statistic is Statistic.MEAN:
