@@ -13,7 +13,7 @@ from manyhands.ir.cluster import Cluster, local_cluster
 from manyhands.ir.codec import digest
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
-from manyhands.planning.checking import check
+from manyhands.planning.checking import check, validate
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.lowering import lower as lower_plan
 from manyhands.planning.simulation import Timeline
@@ -51,13 +51,14 @@ def plan(
     )
 
 
-def lower(graph: Graph, chosen: Plan) -> Lowered:
-    """The plan spelled out as one checked program a device."""
+def lower(graph: Graph, chosen: Plan, *, clip: bool = False) -> Lowered:
+    """The plan spelled out as one checked program a device; `clip` when gradients will be clipped by norm."""
     if chosen.graph != digest(graph):
         raise RequestError(
             "this plan is for another model, input or batch. Make it anew with `manyhands plan`."
         )
-    lowered = lower_plan(graph, chosen)
+    validate(graph, chosen)
+    lowered = lower_plan(graph, chosen, clip=clip)
     check(lowered)
     return lowered
 

@@ -113,12 +113,10 @@ def demo(job: dict[str, Any], place: Place) -> None:
     images, labels, *_ = fashion_mnist_small()
     example = (torch.empty(given.batch, 1, *images.shape[1:], device="meta"),)
     worker, _ = join_plan(model, example, given.plan, connect(place))
-    parameters = worker.weights.parameters()
-    optimiser = torch.optim.SGD(parameters, given.learning_rate, 0.9) if parameters else None
-    worker.update = optimiser.step if optimiser else lambda: None  # type: ignore[assignment]
+    worker.use_optimiser(lambda parameters: torch.optim.SGD(parameters, given.learning_rate, 0.9))
     worker.seed = given.seed
     for step in range(given.steps):
-        for group in optimiser.param_groups if optimiser else ():
+        for group in worker.optimiser.param_groups if worker.optimiser else ():
             group["lr"] = given.learning_rate * (1 - step / given.steps)
         pixels, targets = pick_batch(images, labels, given.batch, given.seed, step)
         loss = worker.step(Batch((pixels,), lambda outputs, y=targets: cross_entropy(outputs, y), step))  # type: ignore[misc]
@@ -148,15 +146,15 @@ def measure(job: dict[str, Any], place: Place) -> None:
     example = examples(given.inputs, given.plan.batch, torch.float32)
     bare = current_memory()
     worker, _ = join_plan(load_model(given.model, seed=given.seed), example, given.plan, connect(place))
-    optimiser = torch.optim.SGD(worker.weights.parameters(), 1e-3, 0.9)
-    worker.update = optimiser.step  # type: ignore[assignment]
+    worker.use_optimiser(lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9))
     ready, inputs = current_memory(), random_inputs(example, given.seed)
     for step in range(given.steps):
         start = time.perf_counter()
         worker.step(Batch(inputs, mean_square, step))
         say("step", seconds=time.perf_counter() - start)
     parameters = [p for p in worker.weights.tensors.values() if isinstance(p, nn.Parameter)]
-    states = [t for s in optimiser.state.values() for t in s.values() if isinstance(t, Tensor)]
+    state = worker.optimiser.state if worker.optimiser else {}
+    states = [t for s in state.values() for t in s.values() if isinstance(t, Tensor)]
     gradients = [p.grad for p in worker.weights.parameters() if p.grad is not None]
     held = sum(t.numel() * t.element_size() for t in (*parameters, *gradients, *states))
     say("memory", bare_bytes=bare, ready_bytes=ready, peak_bytes=peak_memory(), held_bytes=held)

@@ -22,6 +22,10 @@ TOLERANCE = 1e-9
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9  # small steps: large ones amplify rounding until it looks like a mistake
 
 
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, LEARNING_RATE, MOMENTUM)
+
+
 @dataclass(frozen=True)
 class Trial:
     """The data of a comparison: inputs for every step, and a fixed weighting of the outputs as the loss."""
@@ -29,6 +33,8 @@ class Trial:
     batches: tuple[tuple[Tensor, ...], ...]
     weightings: tuple[Tensor, ...]
     seed: int
+    optimiser: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = momentum
+    clip_norm: float | None = None
 
     def loss(self, outputs: Sequence[Tensor]) -> Tensor:
         parts = [
@@ -98,9 +104,8 @@ def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def train(worker: Worker, trial: Trial) -> Outcome:
     """Run one device through the trial."""
-    parameters = worker.weights.parameters()
-    momentum = torch.optim.SGD(parameters, LEARNING_RATE, MOMENTUM) if parameters else None
-    worker.update = momentum.step if momentum else lambda: None  # type: ignore[assignment]
+    worker.use_optimiser(trial.optimiser)
+    worker.clip_norm = trial.clip_norm
     worker.seed = trial.seed
     losses = [worker.step(Batch(inputs, trial.loss, step)) for step, inputs in enumerate(trial.batches)]
     outcome = Outcome(losses, sent_bytes=worker.transport.sent_bytes)
@@ -119,7 +124,7 @@ def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
     model = copy.deepcopy(model)
     names = {name for name, p in graph.parameters().items() if p.trainable}
     trained = {name: p for name, p in model.named_parameters() if name in names}
-    optimiser = torch.optim.SGD(trained.values(), LEARNING_RATE, MOMENTUM) if trained else None
+    optimiser = trial.optimiser(list(trained.values())) if trained else None
     losses: list[float | None] = []
     for step, inputs in enumerate(trial.batches):
         with same_dropout(graph, trial.seed, step):
@@ -129,6 +134,8 @@ def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
         model.zero_grad()
         if optimiser is not None:
             loss.backward()
+            if trial.clip_norm is not None:
+                nn.utils.clip_grad_norm_(trained.values(), trial.clip_norm)
             optimiser.step()
     outcome = Outcome(losses)
     for name, parameter in graph.parameters().items():

@@ -66,9 +66,8 @@ def _times(name: str, shape: tuple[int, ...], batch: int, rounds: int) -> tuple[
     device = lowered.plan.devices[0]
     worker = api.make_worker(traced, lowered, copy.deepcopy(model), device, Loopback(device, Mailroom()))
     worker.use_format(faster_format(traced.graph, worker.territory, torch.float32))
-    ours = torch.optim.SGD(worker.weights.parameters(), 1e-3, 0.9)
+    worker.use_optimiser(lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9))
     theirs = torch.optim.SGD(model.parameters(), 1e-3, 0.9)
-    worker.update = ours.step  # type: ignore[assignment]
     inputs = random_inputs(example, 0)
 
     def plain_step() -> None:

@@ -18,6 +18,7 @@ class Content(Enum):
     SUMS = "sums"  # partial sums of a norm's backward: tile over (samples, channels)
     SLOPES = "slopes"  # gradients of weights, on their way to the weights' owner: a bucket of them
     WEIGHTS = "weights"  # what the owner made of them, on its way back
+    SQUARES = "squares"  # of the gradients that a device owns, for clipping by the norm of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,14 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
+class Square:
+    """Sum the squares of the gradients that this device owns."""
+
+    def __str__(self) -> str:
+        return "square"
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """Clip, if asked to, and let the optimiser step."""
 
@@ -199,6 +208,7 @@ Step = (
     | Drop
     | Loss
     | Fold
+    | Square
     | Update
 )
 
@@ -251,6 +261,8 @@ def parse_step(text: str, device: str) -> Step:
             return Drop(layer, int(number) if number else None)
         case "loss":
             return Loss()
+        case "square":
+            return Square()
         case "update":
             return Update()
         case _:

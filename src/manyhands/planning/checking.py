@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from manyhands.errors import RequestError
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan
 from manyhands.ir.program import (
     Backward,
     Content,
@@ -17,12 +20,32 @@ from manyhands.ir.program import (
     Send,
     Step,
 )
+from manyhands.planning.assignment import is_source
 from manyhands.planning.liveness import Buffer, Liveness
 from manyhands.planning.lowering import Lowered
 
 
 class Flawed(Exception):
     """The programs cannot run as they are: a mistake of ours in lowering, never of the user's."""
+
+
+def validate(graph: Graph, plan: Plan) -> None:
+    """Refuse a plan, perhaps written by hand, that leaves out or repeats layers or names unknown devices."""
+    wanted = [layer.name for layer in graph.layers if not is_source(layer)]
+    planned = [name for segment in plan.segments for name in segment.layers]
+    if planned != wanted:
+        place = next((i for i, (a, b) in enumerate(zip(wanted, planned, strict=False)) if a != b), None)
+        missing = wanted[place if place is not None else min(len(planned), len(wanted) - 1)]
+        raise RequestError(f"the plan's segments must list every layer once and in order; see {missing}.")
+    for segment in plan.segments:
+        if unknown := [d for d in segment.layout.devices if d not in plan.devices]:
+            raise RequestError(
+                f"the segment at {segment.layers[0]} names {unknown[0]}, no device of the plan."
+            )
+        if len(set(segment.layout.devices)) != len(segment.layout.devices):
+            raise RequestError(f"the segment at {segment.layers[0]} names a device twice.")
+        if min(segment.layout.shares) < 0 or not sum(segment.layout.shares):
+            raise RequestError(f"the segment at {segment.layers[0]} has shares below zero, or none above it.")
 
 
 def check(lowered: Lowered) -> None:

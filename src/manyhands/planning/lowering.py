@@ -25,6 +25,7 @@ from manyhands.ir.program import (
     Receive,
     Return,
     Send,
+    Square,
     Step,
     Update,
 )
@@ -56,9 +57,9 @@ class Lowered:
         return next(program for program in self.programs if program.device == device)
 
 
-def lower(graph: Graph, plan: Plan) -> Lowered:
-    """Spell a plan out."""
-    lowering = Lowering(graph, plan)
+def lower(graph: Graph, plan: Plan, *, clip: bool = False) -> Lowered:
+    """Spell a plan out; with `clip`, the devices also tell each other the norms of their gradients."""
+    lowering = Lowering(graph, plan, clip=clip)
     buckets = tuple(bucket for ready in lowering.buckets.values() for bucket in ready)
     return Lowered(graph, plan, lowering.regions, lowering.holders, buckets, lowering.programs())
 
@@ -66,8 +67,8 @@ def lower(graph: Graph, plan: Plan) -> Lowered:
 class Lowering:
     """The state of one lowering: the steps written so far, and the numbers of messages."""
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
-        self.graph, self.plan, self.layers = graph, plan, graph.by_name()
+    def __init__(self, graph: Graph, plan: Plan, *, clip: bool) -> None:
+        self.graph, self.plan, self.layers, self.clip = graph, plan, graph.by_name(), clip
         self.regions: Assignment = assign(graph, plan)
         self.holders = all_held(graph, self.regions, plan.devices)
         self.chunks = chunks(graph, plan, self.regions)
@@ -98,6 +99,8 @@ class Lowering:
                     self._receive(self._bucket_messages(given[-1 - IN_FLIGHT], Content.SLOPES))
         for bucket in given[-IN_FLIGHT:]:
             self._receive(self._bucket_messages(bucket, Content.SLOPES))
+        if self.clip:
+            self._square()
         for device in self.plan.devices:
             self.steps[device].append(Update())
         self._share(given)
@@ -269,6 +272,22 @@ class Lowering:
         self._send(messages)
         for device, _ in bucket.parts:
             self.steps[device].append(Fold(bucket.index))
+
+    def _square(self) -> None:
+        """Everybody learns the norm of all gradients, from everybody's own."""
+        devices, nothing = self.plan.devices, Tile(())
+        messages = [
+            Message(Content.SQUARES, "squares", 0, nothing, a, b, next(self.tags), 8)
+            for a in devices
+            for b in devices
+            if a != b
+        ]
+        for device in devices:
+            self.steps[device].append(Square())
+        for message in messages:
+            self.steps[message.target].append(Expect(message))
+        self._send(messages)
+        self._receive(messages)
 
     def _share(self, given: list[Bucket]) -> None:
         """Send what the owners made of their weights to everybody who holds them."""

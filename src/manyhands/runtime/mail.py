@@ -47,6 +47,8 @@ class Mail:
                 known = exchanges[layer].known
                 assert known is not None
                 return store.sums[layer][self.device][(slice(None), *message.tile.within(known))]
+            case Content.SQUARES:
+                return store.squares[self.device]
             case Content.SLOPES:
                 pieces = store.territory.buckets[message.segment].part(message.target)
                 parts = [self.weights.gradient(p.parameter, p.tile) for p in pieces]
@@ -70,6 +72,8 @@ class Mail:
         self.arriving[message.tag] = self.transport.expect(buffer, message.source, message.tag), buffer
 
     def _dtype(self, message: Message) -> torch.dtype:
+        if message.content is Content.SQUARES:
+            return torch.float64
         if message.content not in (Content.SLOPES, Content.WEIGHTS):
             return self.store.dtype(message.layer)
         pieces = [piece for _, part in self.store.territory.buckets[message.segment].parts for piece in part]
@@ -91,6 +95,8 @@ class Mail:
                 store.parts[layer][message.source] = received
             case Content.SUMS:
                 store.sums[layer][message.source] = received
+            case Content.SQUARES:
+                store.squares[message.source] = received
             case Content.SLOPES | Content.WEIGHTS:
                 self._take_bucket(message, received)
 

@@ -34,6 +34,7 @@ class Store:
         self.sums: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of a norm's backward, by device
         self.moments: dict[str, Moments] = {}
         self.own_inputs: dict[str, Tensor] = {}  # a norm's input, on this device's home tile
+        self.squares: dict[str, Tensor] = {}  # of everybody's own gradients
         self.loss: float | None = None
 
     def dtype(self, layer: str) -> torch.dtype:

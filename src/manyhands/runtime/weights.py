@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from manyhands.errors import RequestError
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph
 from manyhands.ir.territory import Bucket, Piece, Territory
@@ -60,6 +61,13 @@ class Weights:
             if own is not whole and own.grad is None and whole.grad is not None:
                 own.grad = self.gradient(piece.parameter, piece.tile).clone()
 
+    def squares(self) -> Tensor:
+        """The sum of the squares of all gradients owned here."""
+        own = [p.grad for p in self.owned.values() if p.grad is not None]
+        return torch.stack(
+            [torch.zeros((), dtype=torch.float64), *(g.double().square().sum() for g in own)]
+        ).sum()
+
     def arrange(self, memory_format: torch.memory_format) -> None:
         """Put filters in this order in memory."""
         for tensor in self.tensors.values():
@@ -94,6 +102,21 @@ def split_weights(model: nn.Module, graph: Graph, territory: Territory) -> Weigh
         )
         tensors[name] = nn.Parameter(piece, parameter.trainable) if not parameter.buffer else piece
     return Weights(tiles, tensors, territory.owned)
+
+
+# These look at more than one element of a weight at a time, so a part of it would be updated otherwise.
+_WHOLE_WEIGHTS = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam")
+
+
+def refuse_split_weights(optimiser: torch.optim.Optimizer, weights: Weights, graph: Graph) -> None:
+    """An optimiser that needs whole weights cannot work on parts of them."""
+    name, parameters = type(optimiser).__name__, graph.parameters()
+    split = [p.parameter for p in weights.pieces if p.tile != Tile.whole(parameters[p.parameter].shape)]
+    if name == "LBFGS" or (name in _WHOLE_WEIGHTS and split):
+        reason = f"and {split[0]} is divided" if split else "and calls the model again"
+        raise RequestError(
+            f"{name} needs whole weights at once, {reason}. Use SGD, Adam or another by-element one."
+        )
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import BatchNorm, Graph, GroupNorm, Input, Layer, Pointwise, Statistic
@@ -25,6 +25,7 @@ from manyhands.ir.program import (
     Receive,
     Return,
     Send,
+    Square,
     Step,
     Update,
 )
@@ -45,7 +46,7 @@ from manyhands.runtime.norms import (
 from manyhands.runtime.store import Store
 from manyhands.runtime.tape import Box, Root, Source, Tape
 from manyhands.runtime.transport import Transport
-from manyhands.runtime.weights import Weights
+from manyhands.runtime.weights import Weights, refuse_split_weights
 
 LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
 
@@ -60,7 +61,10 @@ class Batch:
 
 
 class Worker:
-    """Runs the steps of one device; `update` is called at the end of each training step."""
+    """Runs the steps of one device; `update` is called at the end of each training step.
+
+    Weights, optimiser and `clip_norm` are the caller's to set before the first step; `seed` decides dropout.
+    """
 
     def __init__(
         self,
@@ -71,13 +75,13 @@ class Worker:
         functions: dict[str, Function],
         inplace: dict[str, Function],
         transport: Transport,
-        *,
-        update: Callable[[], None] = lambda: None,
-        seed: int = 0,
     ) -> None:
         self.graph, self.layers, self.program, self.territory = graph, graph.by_name(), program, territory
         self.weights, self.functions, self.inplace, self.transport = weights, functions, inplace, transport
-        self.update, self.seed = update, seed
+        self.seed = 0
+        self.clip_norm: float | None = None
+        self.update: Callable[[], None] = lambda: None
+        self.optimiser: torch.optim.Optimizer | None = None
         self.store = Store(graph, territory)
         self.mail = Mail(program.device, self.store, weights, transport)
         self.last_uses = {s.chunk: self._last_uses(s) for s in program.steps if isinstance(s, Forward)}
@@ -135,13 +139,37 @@ class Worker:
                 self.loss()
             case Fold(bucket):
                 self.weights.fold(self.territory.buckets[bucket], self.program.device)
+            case Square():
+                self.weights.settle_gradients()
+                store.squares[self.program.device] = self.weights.squares()
             case Update():
                 self.weights.settle_gradients()
+                self.clip()
                 self.update()
             case _:
                 raise TypeError(f"this worker cannot run {step}")
 
     # ---- forward -------------------------------------------------------------------------------------
+
+    def clip(self) -> None:
+        """Scale all gradients down to the norm asked for, as torch.nn.utils.clip_grad_norm_ does."""
+        if self.clip_norm is None:
+            return
+        assert self.store.squares, "the plan was lowered without clipping"
+        total = sum(float(self.store.squares[device]) for device in sorted(self.store.squares)) ** 0.5
+        scale = min(1.0, self.clip_norm / (total + 1e-6))
+        for own in self.weights.parameters():
+            if own.grad is not None:
+                own.grad *= scale
+
+    def use_optimiser(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        """Let `make` make an optimiser of the weights that this device owns, if it owns any."""
+        parameters = self.weights.parameters()
+        if not parameters:
+            return
+        optimiser = make(parameters)
+        refuse_split_weights(optimiser, self.weights, self.graph)
+        self.optimiser, self.update = optimiser, lambda: _step(optimiser)
 
     def _last_uses(self, step: Forward) -> dict[str, set[str]]:
         """After which layer of a chunk each tensor is no longer read in it."""
@@ -335,3 +363,7 @@ class Worker:
         gradient = self.store.read_gradients.pop((layer, segment), None)
         if gradient is not None:
             self.store.add_gradient(layer, tile, gradient[tile.within(self.territory.needed[layer, segment])])
+
+
+def _step(optimiser: torch.optim.Optimizer) -> None:
+    optimiser.step()
