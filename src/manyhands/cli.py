@@ -178,7 +178,7 @@ def conformance(as_json: Json = False) -> None:
             lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
         )
     if as_json:
-        print(json.dumps(bench_conformance.to_json(rows)))
+        print(bench_conformance.to_json(rows))
     else:
         _show(bench_conformance.table(rows))
     raise typer.Exit(0 if all(row.verdict == "exact" for row in rows) else 1)

@@ -10,15 +10,27 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
+from torch import nn
 
 from manyhands.ir.codec import encode
 from manyhands.ir.geometry import Tile
+from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.requests import Request
 from manyhands.runtime.ranks import launch
 from manyhands.tasks import VerifyJob, examples
-from manyhands.verifying import TOLERANCE, Difference, Held, Outcome, compare, make_trial, reference
+from manyhands.verifying import (
+    TOLERANCE,
+    Difference,
+    Held,
+    Outcome,
+    Trial,
+    compare,
+    make_trial,
+    reference,
+    sensitivity,
+)
 
 STEPS, SEED = 3, 0
 
@@ -50,10 +62,13 @@ def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
 
 
 def _plain(request: Request) -> Outcome:
-    model = load_model(request.model, seed=SEED).double()
+    return reference(*_set_up(request))
+
+
+def _set_up(request: Request) -> tuple[nn.Module, Graph, Trial]:
+    model, graph = load_model(request.model, seed=SEED).double(), request.traced.graph
     example = examples(request.inputs, request.batch, torch.float64)
-    graph = request.traced.graph
-    return reference(model, graph, make_trial(graph, example, steps=STEPS, seed=SEED))
+    return model, graph, make_trial(graph, example, steps=STEPS, seed=SEED)
 
 
 def prove(request: Request, plan: Plan, *, quiet: bool = False) -> Difference:
@@ -62,8 +77,14 @@ def prove(request: Request, plan: Plan, *, quiet: bool = False) -> Difference:
     with console.status(f"training {request.model} on {len(plan.devices)} devices and on one ..."):
         request.lower(plan)  # refuse what cannot be before anything starts
         (difference,) = prove_all([(request, plan)])
+        shaken = None if difference.exact else sensitivity(*_set_up(request))
     if not quiet:
         Console().print(proof_table(request, plan, difference))
+    if shaken is not None and shaken > TOLERANCE / 1000:
+        console.print(
+            f"Plain PyTorch itself differs by {shaken:.0e} here when its weights move in the last digit: "
+            "this input proves nothing. Try a larger --input or --batch."
+        )
     return difference
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -147,6 +147,25 @@ def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
         if tensor.grad is not None:
             outcome.gradients.append(Held(name, tile, tensor.grad))
     return outcome
+
+
+def sensitivity(model: nn.Module, graph: Graph, trial: Trial) -> float:
+    """How far plain training moves from itself when weights and inputs move in their last digits.
+
+    A norm over nearly equal values, or a kink exactly at zero, blows rounding up: then nothing can be proved.
+    """
+    generator = torch.Generator().manual_seed(trial.seed)
+
+    def moved(tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor * (1 + 1e-15 * noise) if tensor.is_floating_point() else tensor
+
+    shaken = copy.deepcopy(model)
+    for parameter in shaken.parameters():
+        parameter.data = moved(parameter.data)
+    batches = tuple(tuple(moved(tensor) for tensor in inputs) for inputs in trial.batches)
+    other = reference(shaken, graph, replace(trial, batches=batches))
+    return compare(graph, reference(model, graph, trial), (other,)).worst
 
 
 def flatten(outputs: Any) -> tuple[Tensor, ...]:

@@ -179,7 +179,7 @@ class _Builder:
         operation = kind.operation
         overwrites = bool(self.walked.overwrites[node]) and not isinstance(operation, BatchNorm)
         overwrites = overwrites or (node.op != "call_module" and overwrites_by_name(node))
-        own = not overwrites or kind.inputs[0].layer in self.own_memory
+        own = not overwrites or self._is_alone(kind.inputs[0].layer)
         if overwrites and own and isinstance(operation, Pointwise | Dropout):
             operation = replace(operation, inplace=True)
         if own and makes_own_memory(operation, self._function_name(node)):
@@ -195,6 +195,11 @@ class _Builder:
         if overwrites:
             self._overwritten(node, ref)
         return ref
+
+    def _is_alone(self, name: str) -> bool:
+        """May a layer's memory be written to? Only if no reader so far can have made a view of it."""
+        readers = [layer.name for layer in self.layers.values() if name in layer.inputs]
+        return name in self.own_memory and self.own_memory.issuperset(readers)
 
     def _function_name(self, node: fx.Node) -> str:
         if node.op == "call_module":

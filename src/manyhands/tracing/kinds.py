@@ -204,7 +204,9 @@ def _interpolate(call: Call) -> Kind:
     scales = []
     for axis in (0, 1):
         size, result = source.shape[2 + axis], call.result[2 + axis]
-        if align and mode == "bilinear":
+        if size == result:  # whatever the factor, torch copies
+            scales.append(1.0)
+        elif align and mode == "bilinear":
             scales.append((size - 1) / (result - 1) if result > 1 else 0.0)
         else:
             scales.append(1.0 / known[axis] if known and known[axis] else size / result)
