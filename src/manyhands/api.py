@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, local_cluster
-from manyhands.ir.codec import digest
+from manyhands.ir.codec import graph_digest
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.planning.checking import check, validate
@@ -53,7 +53,7 @@ def plan(
 
 def lower(graph: Graph, chosen: Plan, *, clip: bool = False) -> Lowered:
     """The plan spelled out as one checked program a device; `clip` when gradients will be clipped by norm."""
-    if chosen.graph != digest(graph):
+    if chosen.graph != graph_digest(graph):
         raise RequestError(
             "this plan is for another model, input or batch. Make it anew with `manyhands plan`."
         )

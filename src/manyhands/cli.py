@@ -42,9 +42,7 @@ Json = Annotated[bool, typer.Option("--json", help="The same facts as JSON.")]
 def main() -> None:
     """Run a command; a mistake is one line and an exit code, never a traceback."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as ended:
-        sys.exit(ended.exit_code)
+        sys.exit(app(standalone_mode=False))  # what a command's typer.Exit says, or nothing
     except ManyhandsError as error:
         _fail(str(error), 2 if isinstance(error, RequestError) else 1)
     except KeyboardInterrupt:

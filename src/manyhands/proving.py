@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.requests import Request
-from manyhands.runtime.ranks import launch
+from manyhands.runtime.ranks import Event, launch
 from manyhands.tasks import VerifyJob, examples
 from manyhands.verifying import (
     TOLERANCE,
@@ -39,7 +40,7 @@ def load_outcome(path: Path) -> Outcome:
     """What `tasks.save_outcome` wrote."""
     with safe_open(path, "pt") as file:
         facts = json.loads(file.metadata()["facts"])
-        outcome = Outcome(facts["losses"], sent_bytes=facts["sent_bytes"])
+        outcome = Outcome(facts["losses"], copies=facts["copies"], sent_bytes=facts["sent_bytes"])
         for number, (kind, name, tile) in enumerate(facts["pieces"]):
             getattr(outcome, kind).append(Held(name, Tile.parse(tile), file.get_tensor(str(number))))
     return outcome
@@ -48,17 +49,27 @@ def load_outcome(path: Path) -> Outcome:
 def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
     """Several plans on the same devices, in one start of the processes."""
     devices = pairs[0][1].devices
+    differences: list[Difference] = []
+    told: Counter[int] = Counter()
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+
+        def on_event(device: str, event: Event) -> None:
+            """When all have left their pieces: compare, while the processes go on with the next."""
+            if event["event"] != "verified":
+                return
+            index = event["index"]
+            told[index] += 1
+            if told[index] == len(devices):
+                files = [Path(folder) / f"{index}-{name}.safetensors" for name in devices]
+                outcomes = [load_outcome(file) for file in files]
+                request = pairs[index][0]
+                differences.append(compare(request.traced.graph, _plain(request), outcomes))
+                for file in files:
+                    file.unlink()
+
         jobs = [VerifyJob(r.model, r.inputs, plan, STEPS, SEED, folder) for r, plan in pairs]
-        launch("verify", [encode(job) for job in jobs], devices)
-        differences = []
-        for index, (request, _) in enumerate(pairs):
-            files = [Path(folder) / f"{index}-{device}.safetensors" for device in devices]
-            outcomes = [load_outcome(file) for file in files]
-            differences.append(compare(request.traced.graph, _plain(request), outcomes))
-            for file in files:
-                file.unlink()
-        return differences
+        launch("verify", [encode(job) for job in jobs], devices, on_event)
+    return differences
 
 
 def _plain(request: Request) -> Outcome:

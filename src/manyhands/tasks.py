@@ -92,6 +92,7 @@ def verify(job: list[Any], place: Place) -> None:
         example = examples(trial.inputs, trial.plan.batch, torch.float64)
         worker, lowered = join_plan(model, example, trial.plan, transport)
         outcome = train(worker, make_trial(lowered.graph, example, steps=trial.steps, seed=trial.seed))
+        outcome = outcome.without_copies(worker.weights)
         save_outcome(outcome, Path(trial.folder) / f"{index}-{place.device}.safetensors")
         say("verified", index=index)
 
@@ -100,8 +101,8 @@ def save_outcome(outcome: Outcome, path: Path) -> None:
     """Every piece under a number; what it is, and the losses, as metadata."""
     kinds = {kind: getattr(outcome, kind) for kind in ("gradients", "parameters", "buffers")}
     pieces = [(kind, held) for kind, all_held in kinds.items() for held in all_held]
-    tensors = {str(i): held.tensor.contiguous().clone() for i, (_, held) in enumerate(pieces)}
-    facts = {"losses": outcome.losses, "sent_bytes": outcome.sent_bytes}
+    tensors = {str(i): held.tensor.detach().contiguous() for i, (_, held) in enumerate(pieces)}
+    facts = {"losses": outcome.losses, "sent_bytes": outcome.sent_bytes, "copies": outcome.copies}
     index = {"pieces": [(kind, held.name, str(held.tile)) for kind, held in pieces]}
     save_file(tensors, path, {"facts": json.dumps(facts | index)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Dropout, Graph
 from manyhands.runtime.dropout import mask
-from manyhands.runtime.weights import find_tensor
+from manyhands.runtime.weights import Weights, find_tensor
 from manyhands.runtime.worker import Batch, Worker
 
 TOLERANCE = 1e-9
@@ -60,7 +61,21 @@ class Outcome:
     gradients: list[Held] = field(default_factory=list)
     parameters: list[Held] = field(default_factory=list)
     buffers: list[Held] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)  # digests of pieces that another device owns
     sent_bytes: int = 0
+
+    def without_copies(self, weights: Weights) -> Outcome:
+        """The same with digests in place of those weights that every device has alike."""
+        trained = {piece.parameter for piece in weights.pieces}
+        shared = [piece for piece in weights.shared if piece not in weights.owned]
+        return replace(
+            self,
+            parameters=[held for held in self.parameters if held.name not in trained | weights.shared_names]
+            + [Held(piece.parameter, piece.tile, own.detach()) for piece, own in weights.owned.items()],
+            copies={
+                str(piece): _bytes_digest(weights.piece(piece.parameter, piece.tile)) for piece in shared
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -213,6 +228,8 @@ def compare(graph: Graph, one: Outcome, many: Sequence[Outcome]) -> Difference:
     )
     differing: dict[str, float] = {}
     worst = {}
+    if torn := _torn_copies(many):
+        differing[torn] = float("inf")
     steepest = max((float(g.tensor.abs().max()) for g in one.gradients if g.tensor.numel()), default=0.0)
     for kind, floor in (("gradients", 1e-3 * steepest), ("parameters", 1.0), ("buffers", 1.0)):
         worst[kind] = 0.0
@@ -227,7 +244,22 @@ def compare(graph: Graph, one: Outcome, many: Sequence[Outcome]) -> Difference:
         ),
         None,
     )
-    return Difference(losses, worst["gradients"], worst["parameters"], worst["buffers"], first)
+    parameters = float("inf") if torn else worst["parameters"]
+    return Difference(losses, worst["gradients"], parameters, worst["buffers"], first)
+
+
+def _torn_copies(many: Sequence[Outcome]) -> str | None:
+    """A weight of which a device has other bits than its owner."""
+    copies = [copied for outcome in many for copied in outcome.copies.items()]
+    originals: dict[str, str] = {}
+    if copies:
+        for held in (held for outcome in many for held in outcome.parameters):
+            originals[f"{held.name}[{held.tile}]"] = _bytes_digest(held.tensor)
+    return next((piece.partition("[")[0] for piece, found in copies if originals.get(piece) != found), None)
+
+
+def _bytes_digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.detach().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _differences(whole: list[Held], parts: list[list[Held]], floor: float) -> Iterator[tuple[str, float]]:

@@ -1,5 +1,6 @@
 """A user's mistake is one line and exit code 2, never a traceback."""
 
+import json
 import subprocess
 import sys
 import time
@@ -109,6 +110,37 @@ def test_a_mistake_is_one_line_and_exit_code_2(name: str, folder: Path) -> None:
     assert words in ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
     assert not ended.stdout
+
+
+def test_a_plan_that_is_not_exact_is_exit_code_1_and_names_the_layer(folder: Path) -> None:
+    """A module that knows in which process it is gives every device another network."""
+    (folder / "liar.py").write_text(
+        "import os, torch\n"
+        "from torch import nn\n"
+        "class Liar(nn.Module):\n"
+        "    def forward(self, x): return x * (2 + os.getpid() % 97) if len(x.shape) else x\n"
+        "def build(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), Liar(), nn.Conv2d(4, 2, 3))\n"
+    )
+    ended = manyhands("verify", f"{folder}/liar.py:build", "--input", "3x12x12", "--devices", "2")
+    assert ended.returncode == 1, ended.stderr
+    assert "NOT exact, first in 0" in ended.stdout
+
+
+def test_a_plan_that_is_exact_is_exit_code_0_and_json_says_so() -> None:
+    ended = manyhands("verify", "demo", "--devices", "2", "--strategy", "rows", "--json")
+    assert ended.returncode == 0, ended.stderr
+    facts = json.loads(ended.stdout)
+    assert facts["exact"] and 0 < facts["gradients"] < 1e-9
+
+
+def test_a_saved_plan_is_verified_as_it_is(tmp_path: Path) -> None:
+    """It was made for float32, and is proved in float64."""
+    path = tmp_path / "plan.json"
+    saved = manyhands("plan", "demo", "--devices", "2", "--strategy", "columns", "--save", str(path))
+    assert saved.returncode == 0 and path.is_file()
+    ended = manyhands("verify", "demo", "--devices", "2", "--batch", "8", "--plan", str(path), "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["exact"]
 
 
 def test_help_answers_at_once() -> None:

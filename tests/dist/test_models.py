@@ -9,13 +9,13 @@ from manyhands.requests import Request
 
 VGG = Path(__file__).with_name("small_vgg.py")
 CASES = (
-    ("yolov2-16", "3x64x64"),
-    ("yolov2-16-nobn", "3x64x64"),
+    ("yolov2-16", "3x48x48"),
+    ("yolov2-16-nobn", "3x48x48"),
     ("resnet18", "3x64x64"),
     ("resnet34", "3x64x64"),
-    ("resnet50", "3x64x64"),
-    ("resnet101", "3x64x64"),
-    ("resnet152", "3x64x64"),
+    ("resnet50", "3x48x48"),
+    ("resnet101", "3x32x32"),
+    ("resnet152", "3x32x32"),
     ("resnet18-cifar", "3x32x32"),
     ("resnet34-cifar", "3x16x16"),
     ("resnet50-cifar", "3x16x16"),
@@ -25,7 +25,7 @@ CASES = (
     (f"{VGG}:vgg11_bn", "3x32x32"),
     (f"{VGG}:vgg16", "3x32x32"),
     (f"{VGG}:vgg16_bn", "3x32x32"),
-    ("unet-small", "3x64x64"),
+    ("unet-small", "3x32x32"),
     ("unet", "3x32x32"),
     ("mobilenetv2", "3x64x64"),
     ("demo", "1x28x28"),

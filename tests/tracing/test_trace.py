@@ -186,3 +186,22 @@ def test_arguments_that_are_no_tensors_reach_a_module_that_runs_whole() -> None:
             return x * factor + shift if float(x.detach().sum()) < 1e9 else x
 
     assert trains(Model(lambda self, x: self.odd(x, 3, shift=0.5), odd=Odd()))
+
+
+def test_what_a_view_of_ours_shows_is_not_overwritten() -> None:
+    """Torch's channel shuffle copies; ours may be a view, and must still show the old values."""
+
+    def then(self: nn.Module, x: Tensor) -> Tensor:
+        y = x * 2
+        shuffled = F.channel_shuffle(y, 4)
+        y.add_(1)
+        return shuffled * 3 + y
+
+    assert trains(Model(then))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_a_factor_that_changes_no_size_copies(mode: str) -> None:
+    """8 rows times 1.1 are 8 rows: torch copies them, whatever the factor."""
+    model = Model(lambda self, x: F.interpolate(x, scale_factor=1.1, mode=mode))
+    assert trains(model) and trains(model, "channels")

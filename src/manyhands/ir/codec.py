@@ -10,6 +10,8 @@ import typing
 from enum import Enum
 from typing import Any
 
+from manyhands.ir.graph import Graph
+
 JSON = Any
 T = typing.TypeVar("T")
 
@@ -81,4 +83,16 @@ def to_json(value: Any) -> str:
 
 def digest(value: Any) -> str:
     """Sixteen hex digits that equal values share."""
-    return hashlib.sha256(json.dumps(encode(value), sort_keys=True).encode()).hexdigest()[:16]
+    return _digest(json.dumps(encode(value), sort_keys=True))
+
+
+def graph_digest(graph: Graph) -> str:
+    """The digest of a graph whatever its precision: a plan made for float32 is proved in float64."""
+    text = json.dumps(encode(graph), sort_keys=True)
+    for precision in ("float64", "float32", "bfloat16", "float16"):
+        text = text.replace(f'"{precision}"', '"float"')
+    return _digest(text)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -39,6 +39,9 @@ class Piece:
     parameter: str
     tile: Tile
 
+    def __str__(self) -> str:
+        return f"{self.parameter}[{self.tile}]"
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isqrt, prod
 
 from manyhands.errors import RequestError
-from manyhands.ir.codec import digest
+from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Axis, Cut, Layout, Shape
 from manyhands.ir.graph import Convolve, Deconvolve, Graph, Layer, Linear
 from manyhands.ir.plan import Plan, Segment
@@ -39,7 +39,7 @@ def plan_by_name(
     for run in _runs(layers, ends):
         cuts = next(cuts for start, cuts in reversed(parts) if start <= layers.index(run[0]))
         segments.append(Segment(tuple(layer.name for layer in run), _layout(run, cuts, devices, shares)))
-    plan = Plan(digest(graph), graph.layers[0].shape[0], devices, _join(segments, fuse))
+    plan = Plan(graph_digest(graph), graph.layers[0].shape[0], devices, _join(segments, fuse))
     _refuse_idle(graph, plan, strategy)
     return plan
 

@@ -18,8 +18,16 @@ class Weights:
     in the same memory, so that the optimiser's step is seen in the whole at once.
     """
 
-    def __init__(self, tiles: dict[str, Tile], tensors: dict[str, Tensor], owned: tuple[Piece, ...]) -> None:
+    def __init__(
+        self,
+        tiles: dict[str, Tile],
+        tensors: dict[str, Tensor],
+        owned: tuple[Piece, ...],
+        buckets: tuple[Bucket, ...],
+    ) -> None:
         self.tiles, self.tensors, self.pieces = tiles, tensors, owned
+        self.shared = [piece for bucket in buckets for _, part in bucket.parts for piece in part]
+        self.shared_names = {piece.parameter for piece in self.shared}
         self._own()
 
     def _own(self) -> None:
@@ -101,7 +109,7 @@ def split_weights(model: nn.Module, graph: Graph, territory: Territory) -> Weigh
             full.detach() if whole else full.detach()[tiles[name].within(Tile.whole(parameter.shape))].clone()
         )
         tensors[name] = nn.Parameter(piece, parameter.trainable) if not parameter.buffer else piece
-    return Weights(tiles, tensors, territory.owned)
+    return Weights(tiles, tensors, territory.owned, tuple(territory.buckets.values()))
 
 
 # These look at more than one element of a weight at a time, so a part of it would be updated otherwise.
