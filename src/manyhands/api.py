@@ -25,7 +25,7 @@ from manyhands.runtime.weights import split_weights
 from manyhands.runtime.worker import Batch, Worker
 from manyhands.tracing.graphs import Traced
 from manyhands.tracing.graphs import trace as trace_model
-from manyhands.verifying import Difference, Outcome, Trial, compare, make_trial, reference, train
+from manyhands.verifying import Difference, Outcome, Trial, calibrated, compare, make_trial, reference, train
 
 
 def trace(model: nn.Module, *example: Tensor) -> Traced:
@@ -84,7 +84,7 @@ def verify(model: nn.Module, example: Sequence[Tensor], chosen: Plan, *, steps: 
     example = tuple(t.double() if t.is_floating_point() else t for t in example)
     traced = trace_model(model, example)
     lowered = lower(traced.graph, chosen)
-    trial = make_trial(traced.graph, example, steps=steps)
+    trial = calibrated(make_trial(traced.graph, example, steps=steps), model, traced.graph)
 
     def work(device: str, transport: Transport) -> Outcome:
         return train(make_worker(traced, lowered, copy.deepcopy(model), device, transport), trial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from manyhands.verifying import (
     Held,
     Outcome,
     Trial,
+    calibrated,
     compare,
     make_trial,
     reference,
@@ -49,6 +51,7 @@ def load_outcome(path: Path) -> Outcome:
 def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
     """Several plans on the same devices, in one start of the processes."""
     devices = pairs[0][1].devices
+    rates = [_set_up(request)[2].learning_rate for request, _ in pairs]
     differences: list[Difference] = []
     told: Counter[int] = Counter()
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
@@ -63,23 +66,27 @@ def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
                 files = [Path(folder) / f"{index}-{name}.safetensors" for name in devices]
                 outcomes = [load_outcome(file) for file in files]
                 request = pairs[index][0]
-                differences.append(compare(request.traced.graph, _plain(request), outcomes))
+                plain = reference(*_set_up(request, rates[index]))
+                differences.append(compare(request.traced.graph, plain, outcomes))
                 for file in files:
                     file.unlink()
 
-        jobs = [VerifyJob(r.model, r.inputs, plan, STEPS, SEED, folder) for r, plan in pairs]
+        jobs = [
+            VerifyJob(r.model, r.inputs, plan, STEPS, SEED, rate, folder)
+            for (r, plan), rate in zip(pairs, rates, strict=True)
+        ]
         launch("verify", [encode(job) for job in jobs], devices, on_event)
     return differences
 
 
-def _plain(request: Request) -> Outcome:
-    return reference(*_set_up(request))
-
-
-def _set_up(request: Request) -> tuple[nn.Module, Graph, Trial]:
+def _set_up(request: Request, learning_rate: float | None = None) -> tuple[nn.Module, Graph, Trial]:
+    """Model, graph and data of a proof; without a learning rate, one that suits the model."""
     model, graph = load_model(request.model, seed=SEED).double(), request.traced.graph
     example = examples(request.inputs, request.batch, torch.float64)
-    return model, graph, make_trial(graph, example, steps=STEPS, seed=SEED)
+    trial = make_trial(graph, example, steps=STEPS, seed=SEED)
+    if learning_rate is None:
+        return model, graph, calibrated(trial, model, graph)
+    return model, graph, replace(trial, learning_rate=learning_rate)
 
 
 def prove(request: Request, plan: Plan, *, quiet: bool = False) -> Difference:

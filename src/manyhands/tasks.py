@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class VerifyJob:
     plan: Plan
     steps: int
     seed: int
+    learning_rate: float
     folder: str
 
 
@@ -91,7 +92,8 @@ def verify(job: list[Any], place: Place) -> None:
         model = load_model(trial.model, seed=trial.seed).double()
         example = examples(trial.inputs, trial.plan.batch, torch.float64)
         worker, lowered = join_plan(model, example, trial.plan, transport)
-        outcome = train(worker, make_trial(lowered.graph, example, steps=trial.steps, seed=trial.seed))
+        data = make_trial(lowered.graph, example, steps=trial.steps, seed=trial.seed)
+        outcome = train(worker, replace(data, learning_rate=trial.learning_rate))
         outcome = outcome.without_copies(worker.weights)
         save_outcome(outcome, Path(trial.folder) / f"{index}-{place.device}.safetensors")
         say("verified", index=index)

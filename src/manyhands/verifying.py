@@ -20,11 +20,8 @@ from manyhands.runtime.weights import Weights, find_tensor
 from manyhands.runtime.worker import Batch, Worker
 
 TOLERANCE = 1e-9
-LEARNING_RATE, MOMENTUM = 1e-3, 0.9  # small steps: large ones amplify rounding until it looks like a mistake
-
-
-def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, LEARNING_RATE, MOMENTUM)
+MOMENTUM = 0.9
+LARGEST_CHANGE = 1e-6  # of any weight in the first step: large steps blow rounding up in deep networks
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,14 @@ class Trial:
     batches: tuple[tuple[Tensor, ...], ...]
     weightings: tuple[Tensor, ...]
     seed: int
-    optimiser: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = momentum
+    learning_rate: float = 1e-3
+    optimiser: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None  # None: momentum
     clip_norm: float | None = None
+
+    def make_optimiser(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.optimiser is not None:
+            return self.optimiser(parameters)
+        return torch.optim.SGD(parameters, self.learning_rate, MOMENTUM)
 
     def loss(self, outputs: Sequence[Tensor]) -> Tensor:
         parts = [
@@ -63,6 +66,7 @@ class Outcome:
     buffers: list[Held] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)  # digests of pieces that another device owns
     sent_bytes: int = 0
+    largest_change: float = 0.0  # of any weight, in the reference
 
     def without_copies(self, weights: Weights) -> Outcome:
         """The same with digests in place of those weights that every device has alike."""
@@ -80,9 +84,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest differences, each relative to the largest entry of its tensor.
-
-    Losses, parameters and buffers count as at least 1, gradients as at least a thousandth of the largest.
+    """Largest differences. Gradients and buffers are relative to the largest entry of their tensor (gradients
+    count as at least a thousandth of the largest of all, buffers and losses as at least 1); parameters are
+    relative to the largest change that training made to any of them.
     """
 
     loss: float
@@ -111,6 +115,13 @@ def make_trial(graph: Graph, example: Sequence[Tensor], *, steps: int = 3, seed:
     return Trial(batches, weightings, seed)
 
 
+def calibrated(trial: Trial, model: nn.Module, graph: Graph) -> Trial:
+    """The same trial with a learning rate that moves no weight by more than a little in the first step."""
+    first = reference(model, graph, replace(trial, batches=trial.batches[:1]))
+    steepest = max((float(g.tensor.abs().max()) for g in first.gradients if g.tensor.numel()), default=0.0)
+    return replace(trial, learning_rate=LARGEST_CHANGE / steepest) if steepest else trial
+
+
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
@@ -119,7 +130,7 @@ def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def train(worker: Worker, trial: Trial) -> Outcome:
     """Run one device through the trial."""
-    worker.use_optimiser(trial.optimiser)
+    worker.use_optimiser(trial.make_optimiser)
     worker.clip_norm = trial.clip_norm
     worker.seed = trial.seed
     losses = [worker.step(Batch(inputs, trial.loss, step)) for step, inputs in enumerate(trial.batches)]
@@ -139,7 +150,8 @@ def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
     model = copy.deepcopy(model)
     names = {name for name, p in graph.parameters().items() if p.trainable}
     trained = {name: p for name, p in model.named_parameters() if name in names}
-    optimiser = trial.optimiser(list(trained.values())) if trained else None
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    optimiser = trial.make_optimiser(list(trained.values())) if trained else None
     losses: list[float | None] = []
     for step, inputs in enumerate(trial.batches):
         with same_dropout(graph, trial.seed, step):
@@ -153,6 +165,8 @@ def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:
                 nn.utils.clip_grad_norm_(trained.values(), trial.clip_norm)
             optimiser.step()
     outcome = Outcome(losses)
+    changes = [float((p.detach() - before[name]).abs().max()) for name, p in trained.items() if p.numel()]
+    outcome.largest_change = max(changes, default=0.0)
     for name, parameter in graph.parameters().items():
         tensor = find_tensor(model, name)
         tile = Tile.whole(tensor.shape)
@@ -231,9 +245,11 @@ def compare(graph: Graph, one: Outcome, many: Sequence[Outcome]) -> Difference:
     if torn := _torn_copies(many):
         differing[torn] = float("inf")
     steepest = max((float(g.tensor.abs().max()) for g in one.gradients if g.tensor.numel()), default=0.0)
-    for kind, floor in (("gradients", 1e-3 * steepest), ("parameters", 1.0), ("buffers", 1.0)):
+    for kind, floor in (("gradients", 1e-3 * steepest), ("parameters", 0.0), ("buffers", 1.0)):
         worst[kind] = 0.0
-        for name, difference in _differences(getattr(one, kind), [getattr(m, kind) for m in many], floor):
+        change = one.largest_change or 1.0 if kind == "parameters" else None
+        parts = [getattr(m, kind) for m in many]
+        for name, difference in _differences(getattr(one, kind), parts, floor, change):
             worst[kind] = max(worst[kind], difference)
             differing[name] = max(differing.get(name, 0.0), difference)
     first = next(
@@ -262,17 +278,19 @@ def _bytes_digest(tensor: Tensor) -> str:
     return hashlib.blake2b(tensor.detach().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _differences(whole: list[Held], parts: list[list[Held]], floor: float) -> Iterator[tuple[str, float]]:
+def _differences(
+    whole: list[Held], parts: list[list[Held]], floor: float, scale: float | None
+) -> Iterator[tuple[str, float]]:
     pieces: dict[str, list[Held]] = {}
     for piece in (piece for part in parts for piece in part):
         pieces.setdefault(piece.name, []).append(piece)
     for full in whole:
         seen = torch.zeros(full.tensor.shape, dtype=torch.bool)
-        scale = max(floor, float(full.tensor.abs().max())) if full.tensor.numel() else floor
+        largest = max(floor, float(full.tensor.abs().max())) if full.tensor.numel() else floor
         for piece in pieces.get(full.name, ()):
             where = piece.tile.within(full.tile)
             seen[where] = True
-            yield full.name, _relative(full.tensor[where], piece.tensor, scale)
+            yield full.name, _relative(full.tensor[where], piece.tensor, scale or largest)
         missing = full.tensor[~seen]
         if missing.numel() and bool((missing != 0).any()):  # a gradient nobody has, or a weight nobody holds
             yield full.name, float("inf")

@@ -119,7 +119,7 @@ def test_a_plan_that_is_not_exact_is_exit_code_1_and_names_the_layer(folder: Pat
         "from torch import nn\n"
         "class Liar(nn.Module):\n"
         "    def forward(self, x): return x * (2 + os.getpid() % 97) if len(x.shape) else x\n"
-        "def build(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), Liar(), nn.Conv2d(4, 2, 3))\n"
+        "def build(): return nn.Sequential(nn.Conv2d(3, 4, 3), Liar(), nn.Conv2d(4, 2, 3))\n"
     )
     ended = manyhands("verify", f"{folder}/liar.py:build", "--input", "3x12x12", "--devices", "2")
     assert ended.returncode == 1, ended.stderr
