@@ -36,6 +36,7 @@ from manyhands.verifying import (
 )
 
 STEPS, SEED = 3, 0
+Key = tuple[str, tuple[tuple[int, ...], ...], int]
 
 
 def load_outcome(path: Path) -> Outcome:
@@ -49,34 +50,41 @@ def load_outcome(path: Path) -> Outcome:
 
 
 def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
-    """Several plans on the same devices, in one start of the processes."""
-    devices = pairs[0][1].devices
-    rates = [_set_up(request)[2].learning_rate for request, _ in pairs]
-    differences: list[Difference] = []
+    """Several plans, on as many of the same devices as each has, in one start of the processes."""
+    devices = max((plan.devices for _, plan in pairs), key=len)
+    rates: dict[Key, float] = {}
+    for request, _ in pairs:
+        if _key(request) not in rates:
+            rates[_key(request)] = _set_up(request)[2].learning_rate
+    differences: dict[int, Difference] = {}
     told: Counter[int] = Counter()
+    plain: dict[Key, Outcome] = {}  # of the last network: plans of the same one follow each other
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
 
         def on_event(device: str, event: Event) -> None:
             """When all have left their pieces: compare, while the processes go on with the next."""
             if event["event"] != "verified":
                 return
-            index = event["index"]
-            told[index] += 1
-            if told[index] == len(devices):
-                files = [Path(folder) / f"{index}-{name}.safetensors" for name in devices]
-                outcomes = [load_outcome(file) for file in files]
-                request = pairs[index][0]
-                plain = reference(*_set_up(request, rates[index]))
-                differences.append(compare(request.traced.graph, plain, outcomes))
-                for file in files:
-                    file.unlink()
+            request, plan = pairs[event["index"]]
+            told[event["index"]] += 1
+            if told[event["index"]] < len(plan.devices):
+                return
+            files = [Path(folder) / f"{event['index']}-{name}.safetensors" for name in plan.devices]
+            if _key(request) not in plain:
+                plain.clear()
+                plain[_key(request)] = reference(*_set_up(request, rates[_key(request)]))
+            outcomes = [load_outcome(file) for file in files]
+            differences[event["index"]] = compare(request.traced.graph, plain[_key(request)], outcomes)
+            for file in files:
+                file.unlink()
 
-        jobs = [
-            VerifyJob(r.model, r.inputs, plan, STEPS, SEED, rate, folder)
-            for (r, plan), rate in zip(pairs, rates, strict=True)
-        ]
+        jobs = [VerifyJob(r.model, r.inputs, p, STEPS, SEED, rates[_key(r)], folder) for r, p in pairs]
         launch("verify", [encode(job) for job in jobs], devices, on_event)
-    return differences
+    return [differences[index] for index in range(len(pairs))]
+
+
+def _key(request: Request) -> Key:
+    return request.model, request.inputs, request.batch
 
 
 def _set_up(request: Request, learning_rate: float | None = None) -> tuple[nn.Module, Graph, Trial]:

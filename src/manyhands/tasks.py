@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from manyhands.api import lower, make_worker
 from manyhands.data.idx import fashion_mnist_small
+from manyhands.errors import RequestError
 from manyhands.ir.codec import decode
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.planning.lowering import Lowered
+from manyhands.runtime.allocator import return_freed_memory
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.ranks import Place, say
 from manyhands.runtime.transport import Gloo
@@ -55,13 +57,14 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class MeasureJob:
-    """Steps on random data, for time and memory."""
+    """Steps on random data, for time and memory; thrifty: freed memory goes back at once, at some cost."""
 
     model: str
     inputs: tuple[tuple[int, ...], ...]
     plan: Plan
     steps: int
     seed: int
+    thrifty: bool = False
 
 
 def examples(inputs: tuple[tuple[int, ...], ...], batch: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -88,6 +91,8 @@ def verify(job: list[Any], place: Place) -> None:
     transport = connect(place)
     for index, item in enumerate(job):
         trial = decode(VerifyJob, item)
+        if place.device not in trial.plan.devices:
+            continue
         transport.sent_bytes = 0
         model = load_model(trial.model, seed=trial.seed).double()
         example = examples(trial.inputs, trial.plan.batch, torch.float64)
@@ -148,6 +153,8 @@ def measure(job: dict[str, Any], place: Place) -> None:
     given = decode(MeasureJob, job)
     example = examples(given.inputs, given.plan.batch, torch.float32)
     bare = current_memory()
+    if given.thrifty and not return_freed_memory():
+        raise RequestError("this system's allocator cannot be told to give freed memory back.")
     worker, _ = join_plan(load_model(given.model, seed=given.seed), example, given.plan, connect(place))
     worker.use_optimiser(lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9))
     ready, inputs = current_memory(), random_inputs(example, given.seed)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from manyhands.errors import DeviceLost, RequestError, RunError
-from manyhands.runtime.allocator import return_freed_memory
 
 Event = dict[str, Any]
 TIMEOUT_S = 120.0
@@ -197,7 +196,6 @@ def join(spec: dict[str, Any]) -> Place:
     import torch
     import torch.distributed as dist
 
-    return_freed_memory()
     torch.set_num_threads(spec["threads"])
     place = Place(spec["rank"], tuple(spec["devices"]), spec["timeout_s"])
     dist.init_process_group(
