@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from manyhands.errors import RequestError
@@ -22,10 +21,10 @@ from manyhands.planning.strategies import plan_by_name
 from manyhands.runtime.inprocess import run_in_process
 from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import split_weights
-from manyhands.runtime.worker import Batch, Worker
+from manyhands.runtime.worker import Worker
 from manyhands.tracing.graphs import Traced
 from manyhands.tracing.graphs import trace as trace_model
-from manyhands.verifying import Difference, Outcome, Trial, calibrated, compare, make_trial, reference, train
+from manyhands.verifying import Difference, Outcome, calibrated, compare, make_trial, reference, train
 
 
 def trace(model: nn.Module, *example: Tensor) -> Traced:
@@ -91,6 +90,3 @@ def verify(model: nn.Module, example: Sequence[Tensor], chosen: Plan, *, steps: 
 
     outcomes = run_in_process(chosen.devices, work)
     return compare(traced.graph, reference(model, traced.graph, trial), tuple(outcomes.values()))
-
-
-__all__ = ["Batch", "Trial", "lower", "make_worker", "plan", "simulate", "torch", "trace", "verify"]

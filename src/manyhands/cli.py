@@ -67,6 +67,13 @@ def _show(renderable: Any) -> None:
     console.print(renderable)
 
 
+def _busy(quiet: bool) -> Any:
+    """A sign of life on standard error while something takes minutes."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=quiet).status("measuring, which takes a few minutes ...")
+
+
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
@@ -190,7 +197,8 @@ def overhead(
     """What the engine costs on one device: time and peak memory against a plain PyTorch loop."""
     from manyhands.benches import overhead as bench_overhead
 
-    rows = bench_overhead.run(rounds)
+    with _busy(as_json) as status:
+        rows = bench_overhead.run(rounds, lambda what: status.update(f"measuring {what} ..."))
     print(json.dumps(bench_overhead.to_json(rows))) if as_json else _show(bench_overhead.table(rows))
     raise typer.Exit(0 if all(row.within for row in rows) else 1)
 
@@ -200,7 +208,8 @@ def division(as_json: Json = False) -> None:
     """Is memory really divided: activations by rows, weights by channels, on four devices."""
     from manyhands.benches import division as bench_division
 
-    rows = bench_division.run()
+    with _busy(as_json):
+        rows = bench_division.run()
     print(json.dumps(bench_division.to_json(rows))) if as_json else _show(bench_division.table(rows))
     raise typer.Exit(0 if all(row.within for row in rows) else 1)
 

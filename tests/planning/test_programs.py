@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.ir.cluster import Cluster, Device
-from manyhands.ir.codec import decode, digest, to_json
+from manyhands.ir.codec import decode, graph_digest, to_json
 from manyhands.ir.plan import Plan
 from manyhands.ir.program import (
     Content,
@@ -92,8 +92,7 @@ def test_programs_read_back_and_check(num_devices: int, strategy: str, fuse: tup
 def test_plans_read_back_from_json(num_devices: int, strategy: str, fuse: tuple[str, ...] | None) -> None:
     plan = lowered(small_net(), num_devices, strategy, fuse).plan
     assert decode(Plan, json.loads(to_json(plan))) == plan
-    assert digest(plan) == digest(decode(Plan, json.loads(to_json(plan))))
-    assert plan.graph == digest(small_net())
+    assert plan.graph == graph_digest(small_net())
 
 
 @pytest.mark.parametrize("change", [{"batch": "four"}, {"surprise": 1}, {"segments": 3}])

@@ -1,4 +1,4 @@
-"""Any of the nouns to JSON and back, and short digests by which two machines compare what they hold."""
+"""Any of the nouns to JSON and back, and a short digest by which a plan knows its graph."""
 
 from __future__ import annotations
 
@@ -81,18 +81,9 @@ def to_json(value: Any) -> str:
     return json.dumps(encode(value), indent=1)
 
 
-def digest(value: Any) -> str:
-    """Sixteen hex digits that equal values share."""
-    return _digest(json.dumps(encode(value), sort_keys=True))
-
-
 def graph_digest(graph: Graph) -> str:
     """The digest of a graph whatever its precision: a plan made for float32 is proved in float64."""
     text = json.dumps(encode(graph), sort_keys=True)
     for precision in ("float64", "float32", "bfloat16", "float16"):
         text = text.replace(f'"{precision}"', '"float"')
-    return _digest(text)
-
-
-def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
