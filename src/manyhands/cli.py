@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"manyhands: {message}", file=sys.stderr)
+    print(f"manyhands: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -133,7 +133,10 @@ def plan(
 
     facts = summarise(lowered, request.cluster)
     if save is not None:
-        save.write_text(to_json(lowered.plan) + "\n")
+        try:
+            save.write_text(to_json(lowered.plan) + "\n")
+        except OSError as error:
+            raise RequestError(f"{save} cannot be written: {error.strerror}.") from None
     if as_json:
         print(json.dumps({"plan": encode(lowered.plan), "facts": encode(facts)}))
         return

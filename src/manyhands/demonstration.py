@@ -49,7 +49,7 @@ def demonstrate(steps: int, strategy: str, num_devices: int) -> None:
     console.print(f"Accuracy on 500 test images it has not seen: {_accuracy(model):.1%}")
     with console.status("the same plan in float64 against plain PyTorch on one device ..."):
         difference = _verify(strategy, num_devices)
-    verdict = "exact" if difference.exact else f"NOT exact, first in {difference.first_layer}"
+    verdict = "exact" if difference.exact else f"NOT exact, first in {difference.first_layer or 'the loss'}"
     console.print(
         f"Three steps of this plan in float64 against plain PyTorch on one device: {verdict}; "
         f"losses, gradients, weights and statistics differ by at most {difference.worst:.0e}."

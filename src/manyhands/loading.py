@@ -39,7 +39,11 @@ def load_model(reference: str, *, seed: int = 0) -> nn.Module:
             hint = nearest(reference, models.names())
             raise RequestError(f"no model is called {reference!r}.{hint} `manyhands models` lists them.")
         return models.build(reference)
-    model = load_function(reference)()
+    function = load_function(reference)
+    try:
+        model = function()
+    except Exception as error:
+        raise RequestError(f"{reference} failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, torch.nn.Module):
         raise RequestError(f"{reference} returned {type(model).__name__}, not an nn.Module.")
     return model

@@ -106,7 +106,7 @@ def prove(request: Request, plan: Plan, *, quiet: bool = False) -> Difference:
         shaken = None if difference.exact else sensitivity(*_set_up(request))
     if not quiet:
         Console().print(proof_table(request, plan, difference))
-    if shaken is not None and shaken > TOLERANCE / 1000:
+    if shaken is not None and shaken > TOLERANCE / 100:
         console.print(
             f"Plain PyTorch itself differs by {shaken:.0e} here when its weights move in the last digit: "
             "this input proves nothing. Try a larger --input or --batch."
@@ -126,6 +126,6 @@ def proof_table(request: Request, plan: Plan, difference: Difference) -> Table:
         table.add_row(
             "running statistics" if label == "buffers" else label, f"{getattr(difference, label):.1e}"
         )
-    verdict = "exact" if difference.exact else f"NOT exact, first in {difference.first_layer}"
+    verdict = "exact" if difference.exact else f"NOT exact, first in {difference.first_layer or 'the loss'}"
     table.caption = f"{verdict} (limit {TOLERANCE:g})"
     return table

@@ -26,10 +26,10 @@ def main() -> None:
     except RequestError as error:
         say("failed", kind="request", message=str(error))
         _leave(1)
-    except Exception as error:
+    except BaseException as error:
         traceback.print_exc()
         text = str(error) if isinstance(error, ManyhandsError) else f"{type(error).__name__}: {error}"
-        say("failed", kind="error", message=text.splitlines()[0])
+        say("failed", kind="error", message=(text.splitlines() or ["no message"])[0])
         _leave(1)
     _leave(0)
 

@@ -84,6 +84,6 @@ def _shares(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise RequestError(f"--shares {text}: write one whole number a device, such as 3,1,1.")
     return tuple(int(part) for part in parts)

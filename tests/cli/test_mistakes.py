@@ -64,6 +64,9 @@ MISTAKES = {
         "3 shares for 2 devices",
     ),
     "shares that are no numbers": (("plan", "demo", "--devices", "2", "--shares", "a,b"), "whole number"),
+    "shares in other digits": (("plan", "demo", "--devices", "2", "--shares", "²,1"), "whole number"),
+    "build that fails": (("plan", "{folder}/net.py:boom", "--input", "3x8x8"), "KeyError: 'cfg'"),
+    "save where nothing is": (("plan", "demo", "--save", "{folder}/no/plan.json"), "cannot be written"),
     "no devices": (("plan", "demo", "--devices", "0"), "at least one"),
     "cluster and devices": (
         ("plan", "demo", "--devices", "2", "--cluster", "{folder}/good.toml"),
@@ -95,6 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "from torch import nn\n"
         "def build(): return nn.Conv2d(3, 4, 3)\n"
         "def number(): return 3\n"
+        "def boom(): return {}['cfg']\n"
         "class Branching(nn.Module):\n"
         "    def forward(self, x): return x if x.sum() > 0 else -x\n"
         "def branching(): return Branching()\n"

@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
     """480 random networks and plans. A failure names its seed: `draw(seed)` makes the same case again."""
-    compared = 0
+    compared = excused = 0
     for seed in range(group * SEEDS_A_GROUP, (group + 1) * SEEDS_A_GROUP):
         case = draw(seed)
         if case is None:
@@ -37,6 +37,8 @@ def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
             compared += 1
         else:
             assert rounding_explains(case, difference), f"{case}: {difference}"
+            excused += 1
+    assert excused <= 2, "too many differences are put down to rounding"
     assert compared >= COMPARED_AT_LEAST, "too few of the random plans could be run"
 
 

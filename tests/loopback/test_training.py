@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from manyhands.api import lower, make_worker, plan, trace
 from manyhands.errors import RequestError
+from manyhands.planning.lowering import Lowered
 from manyhands.runtime.inprocess import run_in_process
 from manyhands.runtime.transport import Loopback
 from manyhands.runtime.worker import Batch
@@ -136,3 +137,51 @@ def test_optimiser_state_is_divided_among_the_devices_that_share_a_weight() -> N
     whole = sum(p.numel() for p in model.parameters())
     assert sum(owned) == whole
     assert max(owned) < 0.45 * whole
+
+
+class DeadEnd(nn.Module):
+    """A branch that leads nowhere: its batch norm learns statistics, its weights get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead, self.norm, self.out = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(3, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(self.dead(x))
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def test_weights_without_a_gradient_are_left_alone_also_by_weight_decay() -> None:
+    model, example = DeadEnd().double(), torch.empty(2, 3, 8, 8, dtype=torch.float64)
+    traced = trace(model, example)
+    decay = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    trial = replace(make_trial(traced.graph, (example,)), optimiser=decay)
+    for strategy in ("single", "rows", "channels"):
+        lowered = lower(traced.graph, plan(traced.graph, 2, strategy))
+
+        def work(device: str, transport: Loopback, lowered: Lowered = lowered) -> Outcome:
+            return train(make_worker(traced, lowered, copy.deepcopy(model), device, transport), trial)
+
+        outcomes = list(run_in_process(lowered.plan.devices, work).values())
+        assert compare(traced.graph, reference(model, traced.graph, trial), outcomes).exact
+
+
+def test_an_output_that_the_loss_ignores_is_refused() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 2, 3), nn.Conv2d(3, 2, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    model, images = TwoHeads(), torch.randn(2, 3, 8, 8)
+    traced = trace(model, images)
+    lowered = lower(traced.graph, plan(traced.graph, 1, "single"))
+
+    def work(device: str, transport: Loopback) -> float | None:
+        worker = make_worker(traced, lowered, model, device, transport)
+        return worker.step(Batch((images,), lambda outputs: outputs[0].sum()))
+
+    with pytest.raises(RequestError, match="the loss does not read the output b"):
+        run_in_process(lowered.plan.devices, work)

@@ -108,4 +108,5 @@ def miscounted(lowered: Lowered, outcomes: dict[str, Outcome]) -> list[str]:
 
 def rounding_explains(case: Case, difference: Difference) -> bool:
     """Does plain training itself move about as much when its weights and inputs move in their last digits?"""
-    return difference.worst <= 1000 * sensitivity(case.model, case.traced.graph, case.trial)
+    moved = sensitivity(case.model, case.traced.graph, case.trial)
+    return moved > 1e-12 and difference.worst <= 1000 * moved

@@ -32,7 +32,6 @@ class Plan:
     batch: int
     devices: tuple[str, ...]
     segments: tuple[Segment, ...]
-    forecast: Cost | None = None
 
     @property
     def exact(self) -> bool:

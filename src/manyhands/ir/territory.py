@@ -74,6 +74,6 @@ class Territory:
     exports: dict[int, tuple[str, ...]]
     segment_of: dict[str, int]
     exchanges: dict[str, Exchange]
-    tape_holds_input: frozenset[str]  # exchanged norms whose own input need not be kept apart
+    tape_holds_input: frozenset[str]  # exchanged norms whose own input is on their tape anyway
     owned: tuple[Piece, ...]  # of the trainable weights: what the optimiser of this device changes
     buckets: dict[int, Bucket]  # those in which this device has a part

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -81,16 +82,20 @@ def _start(device: str, spec: dict[str, Any], errors: Path, spoken: queue.Queue[
         )
     rank = Rank(device, process, errors)
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(spec) + "\n")
-    process.stdin.flush()
+    with suppress(OSError):  # it died at once: the reader tells
+        process.stdin.write(json.dumps(spec) + "\n")
+        process.stdin.flush()
     threading.Thread(target=_read, args=(rank, process.stdout, spoken), daemon=True).start()
     return rank
 
 
 def _read(rank: Rank, stream: IO[str], spoken: queue.Queue[tuple[Rank, Event | None]]) -> None:
+    """Pass on what a rank says; what a user's own code prints is not for us."""
     for line in stream:
-        if line.startswith("{"):
-            spoken.put((rank, json.loads(line)))
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and "event" in event:
+                spoken.put((rank, event))
     rank.process.wait()
     spoken.put((rank, None))
 
@@ -157,7 +162,8 @@ def _end(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.process.wait()
         if rank.process.stdin is not None:
-            rank.process.stdin.close()
+            with suppress(OSError):
+                rank.process.stdin.close()
 
 
 # ---- the other side: inside a rank --------------------------------------------------------------------

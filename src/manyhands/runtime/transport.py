@@ -60,7 +60,7 @@ class Gloo:
         except RuntimeError as error:
             raise DeviceLost(source, f"the connection broke: {_first_line(error)}") from error
         assert work is not None
-        return _Work(work, (source,), self.timeout_s)
+        return _Work(work, source, self.timeout_s)
 
     def flush(self) -> None:
         self._wait_for_sent(0)
@@ -71,14 +71,14 @@ class Gloo:
             not limit_bytes or sum(t.numel() * t.element_size() for t, *_ in self.sending) > limit_bytes
         ):
             _, target, work = self.sending.popleft()
-            _Work(work, (target,), self.timeout_s).wait()
+            _Work(work, target, self.timeout_s).wait()
 
 
 class _Work:
     """A wait with a deadline that names whom it waits for."""
 
-    def __init__(self, work: dist.Work, others: tuple[str, ...], timeout_s: float) -> None:
-        self.work, self.others, self.timeout_s = work, others, timeout_s
+    def __init__(self, work: dist.Work, other: str, timeout_s: float) -> None:
+        self.work, self.other, self.timeout_s = work, other, timeout_s
 
     def wait(self) -> None:
         try:
@@ -87,7 +87,7 @@ class _Work:
             reason = _first_line(error)
             if "imed out" in reason or "imeout" in reason:
                 reason = f"no answer within {self.timeout_s:g} s"
-            raise DeviceLost(" or ".join(self.others), reason) from error
+            raise DeviceLost(self.other, reason) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -121,12 +121,12 @@ class Loopback:
     def flush(self) -> None:
         pass
 
-    def wait_until(self, arrived: bool, waiting_for: str) -> None:
-        """Called with the lock held; `arrived` was just looked at."""
+    def wait_for(self, source: str) -> None:
+        """Until something changes; called with the lock held."""
         if self.mailroom.failed:
             raise DeviceLost(self.mailroom.failed, "it failed")
-        if not arrived and not self.mailroom.changed.wait(self.timeout_s):
-            raise DeviceLost(waiting_for, f"no answer within {self.timeout_s:g} s")
+        if not self.mailroom.changed.wait(self.timeout_s):
+            raise DeviceLost(source, f"no answer within {self.timeout_s:g} s")
 
 
 class _Letter:
@@ -137,7 +137,7 @@ class _Letter:
         mailroom, key = self.home.mailroom, (self.source, self.home.device, self.tag)
         with mailroom.changed:
             while not mailroom.letters[key]:
-                self.home.wait_until(False, self.source)
+                self.home.wait_for(self.source)
             letter = mailroom.letters[key].pop(0)
         assert letter.shape == self.buffer.shape, f"{key}: {letter.shape} came, {self.buffer.shape} expected"
         self.buffer.copy_(letter)

@@ -118,7 +118,8 @@ _WHOLE_WEIGHTS = ("LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam")
 
 def refuse_split_weights(optimiser: torch.optim.Optimizer, weights: Weights, graph: Graph) -> None:
     """An optimiser that needs whole weights cannot work on parts of them."""
-    name, parameters = type(optimiser).__name__, graph.parameters()
+    names, parameters = [c.__name__ for c in type(optimiser).__mro__], graph.parameters()
+    name = next((n for n in names if n in _WHOLE_WEIGHTS), names[0])
     split = [p.parameter for p in weights.pieces if p.tile != Tile.whole(parameters[p.parameter].shape)]
     if name == "LBFGS" or (name in _WHOLE_WEIGHTS and split):
         reason = f"and {split[0]} is divided" if split else "and calls the model again"

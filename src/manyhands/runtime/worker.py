@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from manyhands.errors import RequestError
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import BatchNorm, Graph, GroupNorm, Input, Layer, Pointwise, Statistic
 from manyhands.ir.program import (
@@ -93,6 +94,7 @@ class Worker:
 
     def use_format(self, memory_format: torch.memory_format) -> None:
         """Compute with tensors that lie in this order; to be called before an optimiser takes the weights."""
+        assert self.optimiser is None, "choose the format before the optimiser takes the weights"
         self.store.memory_format = memory_format
         self.weights.arrange(memory_format)
 
@@ -305,12 +307,20 @@ class Worker:
         self.store.loss = float(loss.detach())
         if loss.requires_grad:
             loss.backward()
+            self._refuse_unread(leaves)
         for name, leaf in leaves.items():
             home = self.territory.home[name]
             if leaf.grad is not None and home.numel:
                 self.store.add_gradient(
                     name, home, leaf.grad[home.within(Tile.whole(self.layers[name].shape))]
                 )
+
+    def _refuse_unread(self, leaves: dict[str, Tensor]) -> None:
+        """On one device the weights behind an output that the loss ignores get no gradient; here, zeros."""
+        if unread := [name for name, leaf in leaves.items() if leaf.requires_grad and leaf.grad is None]:
+            raise RequestError(
+                f"the loss does not read the output {unread[0]}. Return only what it reads, or add 0 * it."
+            )
 
     # ---- backward ------------------------------------------------------------------------------------
 

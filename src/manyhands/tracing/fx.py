@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +85,18 @@ def _propagate(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor
         name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
         for name, tensor in [*runner.named_parameters(), *runner.named_buffers()]
     }
-    with torch.no_grad():
+    with torch.no_grad(), _in_one_line():
         torch.func.functional_call(runner, state, tuple(tensor.to("meta") for tensor in example))
     return runner
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """fx adds lines of its own to an error that passes through it."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{first_line(error)}.") from error
 
 
 class _Runner(nn.Module):

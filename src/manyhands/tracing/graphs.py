@@ -347,8 +347,26 @@ class _Builder:
             if layer.name in wanted or (layer.statistic and layer.parameter("running_mean")):
                 wanted |= {layer.name, *layer.inputs}
             wanted |= {layer.name} if isinstance(layer.operation, Input) else set()
-        layers = tuple(layer for layer in self.layers.values() if layer.name in wanted)
+        layers = _without_dead_ends(
+            [layer for layer in self.layers.values() if layer.name in wanted], self.outputs
+        )
         return Traced(Graph(layers, tuple(self.outputs)), self.functions, self.inplace)
+
+
+def _without_dead_ends(layers: list[Layer], outputs: list[str]) -> tuple[Layer, ...]:
+    """Where no output can be reached, nothing is trained: torch leaves such weights without a gradient."""
+    alive = set(outputs)
+    for layer in reversed(layers):
+        alive |= set(layer.inputs) if layer.name in alive else set()
+    trained = {p.name for layer in layers if layer.name in alive for p in layer.parameters if p.trainable}
+    return tuple(
+        replace(
+            layer,
+            parameters=tuple(replace(p, trainable=p.name in trained) for p in layer.parameters),
+            differentiable=layer.differentiable and layer.name in alive,
+        )
+        for layer in layers
+    )
 
 
 def _has_tensor(value: Any) -> bool:
