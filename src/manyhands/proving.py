@@ -49,13 +49,13 @@ def load_outcome(path: Path) -> Outcome:
     return outcome
 
 
-def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
+def prove_all(pairs: list[tuple[Request, Plan]], steps: int = STEPS) -> list[Difference]:
     """Several plans, on as many of the same devices as each has, in one start of the processes."""
     devices = max((plan.devices for _, plan in pairs), key=len)
     rates: dict[Key, float] = {}
     for request, _ in pairs:
         if _key(request) not in rates:
-            rates[_key(request)] = _set_up(request)[2].learning_rate
+            rates[_key(request)] = _set_up(request, steps)[2].learning_rate
     differences: dict[int, Difference] = {}
     told: Counter[int] = Counter()
     plain: dict[Key, Outcome] = {}  # of the last network: plans of the same one follow each other
@@ -72,13 +72,13 @@ def prove_all(pairs: list[tuple[Request, Plan]]) -> list[Difference]:
             files = [Path(folder) / f"{event['index']}-{name}.safetensors" for name in plan.devices]
             if _key(request) not in plain:
                 plain.clear()
-                plain[_key(request)] = reference(*_set_up(request, rates[_key(request)]))
+                plain[_key(request)] = reference(*_set_up(request, steps, rates[_key(request)]))
             outcomes = [load_outcome(file) for file in files]
             differences[event["index"]] = compare(request.traced.graph, plain[_key(request)], outcomes)
             for file in files:
                 file.unlink()
 
-        jobs = [VerifyJob(r.model, r.inputs, p, STEPS, SEED, rates[_key(r)], folder) for r, p in pairs]
+        jobs = [VerifyJob(r.model, r.inputs, p, steps, SEED, rates[_key(r)], folder) for r, p in pairs]
         launch("verify", [encode(job) for job in jobs], devices, on_event)
     return [differences[index] for index in range(len(pairs))]
 
@@ -87,11 +87,13 @@ def _key(request: Request) -> Key:
     return request.model, request.inputs, request.batch
 
 
-def _set_up(request: Request, learning_rate: float | None = None) -> tuple[nn.Module, Graph, Trial]:
+def _set_up(
+    request: Request, steps: int = STEPS, learning_rate: float | None = None
+) -> tuple[nn.Module, Graph, Trial]:
     """Model, graph and data of a proof; without a learning rate, one that suits the model."""
     model, graph = load_model(request.model, seed=SEED).double(), request.traced.graph
     example = examples(request.inputs, request.batch, torch.float64)
-    trial = make_trial(graph, example, steps=STEPS, seed=SEED)
+    trial = make_trial(graph, example, steps=steps, seed=SEED)
     if learning_rate is None:
         return model, graph, calibrated(trial, model, graph)
     return model, graph, replace(trial, learning_rate=learning_rate)

@@ -292,8 +292,9 @@ def _differences(
             where = piece.tile.within(full.tile)
             seen[where] = True
             yield full.name, _relative(full.tensor[where], piece.tensor, scale or largest)
-        missing = full.tensor[~seen]
-        if missing.numel() and bool((missing != 0).any()):  # a gradient nobody has, or a weight nobody holds
+        if not bool(seen.all()) and bool(
+            (full.tensor[~seen] != 0).any()
+        ):  # nobody has this gradient or weight
             yield full.name, float("inf")
 
 
