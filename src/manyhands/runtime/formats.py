@@ -43,38 +43,31 @@ def arranged(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def faster_format(graph: Graph, territory: Territory, dtype: torch.dtype) -> torch.memory_format:
-    """Channels last or first, whichever computes this device's heaviest convolution faster, measured now."""
-    work = {
-        layer: territory.computed[layer.name].numel * prod(layer.parameters[0].shape[1:])
-        for layer in graph.layers
-        if isinstance(layer.operation, Convolve)
-    }
-    heaviest = max(work, key=lambda layer: work[layer], default=None)
-    if heaviest is None or not work[heaviest]:
-        return torch.contiguous_format
-    shape, operation = heaviest.parameters[0].shape, heaviest.operation
-    assert isinstance(operation, Convolve)
-    rows, columns = (
-        min(size, 32) + slide.reach
-        for size, slide in zip(
-            territory.computed[heaviest.name].shape[2:],
-            (operation.window.rows, operation.window.columns),
-            strict=True,
-        )
-    )
-    image = torch.ones(1, shape[1] * operation.groups, rows, columns, dtype=dtype)
-    weight = torch.ones(shape, dtype=dtype)
+    """Channels last or first, whichever computes this device's heaviest convolutions faster, measured now."""
+    work: dict[tuple[Shape, int, Shape], int] = {}
+    for layer in graph.layers:
+        if isinstance(layer.operation, Convolve):
+            tile, weight = territory.computed[layer.name], layer.parameters[0]
+            key = weight.shape, layer.operation.groups, tile.shape[2:]
+            work[key] = work.get(key, 0) + tile.numel * prod(weight.shape[1:])
+    heaviest = [key for key in sorted(work, key=lambda key: -work[key]) if work[key]][:4]
     seconds = {
-        memory_format: _seconds(image, weight, operation.groups, memory_format)
+        memory_format: sum(_seconds(*key, dtype, memory_format) for key in heaviest)
         for memory_format in (torch.contiguous_format, torch.channels_last)
     }
     return min(seconds, key=lambda memory_format: seconds[memory_format])
 
 
-def _seconds(image: Tensor, weight: Tensor, groups: int, memory_format: torch.memory_format) -> float:
-    """The best of a few rounds of forward and backward."""
-    image = image.clone(memory_format=memory_format).requires_grad_()
-    weight = weight.clone(memory_format=memory_format).requires_grad_()
+def _seconds(
+    shape: Shape, groups: int, size: Shape, dtype: torch.dtype, memory_format: torch.memory_format
+) -> float:
+    """The best of a few rounds of forward and backward, on a map of at most 56 rows and columns."""
+    rows, columns = (min(n, 56) + k for n, k in zip(size, shape[2:], strict=True))
+    image = torch.ones(1, shape[1] * groups, rows, columns, dtype=dtype).contiguous(
+        memory_format=memory_format
+    )
+    weight = torch.ones(shape, dtype=dtype).contiguous(memory_format=memory_format).requires_grad_()
+    image.requires_grad_()
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
