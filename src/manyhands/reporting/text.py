@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -26,8 +27,8 @@ def plan_view(facts: PlanFacts) -> RenderableType:
     """The plan as a table, what runs whole, and the forecast."""
     table = Table(
         title=f"Plan for batch {facts.batch} on {len(facts.devices)} devices",
+        box=SIMPLE,
         title_justify="left",
-        pad_edge=False,
     )
     for heading, justify in (
         ("#", "right"),
@@ -36,9 +37,9 @@ def plan_view(facts: PlanFacts) -> RenderableType:
         ("result", "left"),
         ("received", "right"),
         ("twice", "right"),
-        ("work", "left"),
+        ("work, %", "left"),
     ):
-        width = 16 if heading == "layers" else None
+        width = {"layers": 12, "cut": 14, "work, %": 11}.get(heading)
         table.add_column(heading, justify=justify, min_width=width, overflow="fold")  # type: ignore[arg-type]
     for index, segment in enumerate(facts.segments):
         table.add_row(*_segment_row(index, segment))
@@ -50,9 +51,9 @@ def plan_view(facts: PlanFacts) -> RenderableType:
 def _segment_row(index: int, segment: SegmentFacts) -> tuple[str, ...]:
     names = segment.first if segment.num_layers == 1 else f"{segment.first} .. {segment.last}"
     counted = f"{names} ({segment.num_layers})" if segment.num_layers > 1 else names
-    shares = " ".join(f"{share:.0%}" for _, share in segment.shares)
+    shares = " ".join(f"{share * 100:.0f}" for _, share in segment.shares)
     twice = f"{segment.redundant:.0%}" if segment.redundant >= 0.005 else ""
-    size = "x".join(map(str, segment.shape))
+    size = "x".join(map(str, segment.shape[1:])) or "1"
     received = amount(segment.received_bytes) if segment.received_bytes else ""
     return str(index), counted, segment.layout, size, received, twice, shares
 
