@@ -34,17 +34,16 @@ STRATEGIES = {
 }
 
 
-HEAVY = ("resnet101", "resnet152", "unet")  # hundreds of megabytes in float64: on four devices, the rest is slow
-
-
-def prove_cases(chosen: list[tuple[str, str, int]]) -> None:
-    """Train each (model, input, number of devices) both ways, with a strategy that differs from case to case."""
+@pytest.mark.timeout(900)
+def test_every_model_trains_as_on_one_device_on_two_three_and_four() -> None:
     pairs = []
-    for model, size, num_devices in chosen:
-        strategies = STRATEGIES[num_devices]
-        strategy = strategies[[name for name, _ in CASES].index(model) % len(strategies)]
-        request = Request.read(model, size, 4, None, num_devices, strategy, None, None, precision="float64")
-        pairs.append((request, request.plan()))
+    for index, (model, size) in enumerate(CASES):
+        for num_devices, strategies in STRATEGIES.items():
+            strategy = strategies[index % len(strategies)]
+            request = Request.read(
+                model, size, 4, None, num_devices, strategy, None, None, precision="float64"
+            )
+            pairs.append((request, request.plan()))
     differences = prove_all(pairs, steps=2)
     wrong = {
         f"{request.model} {request.strategy}": difference
@@ -52,15 +51,4 @@ def prove_cases(chosen: list[tuple[str, str, int]]) -> None:
         if not difference.exact
     }
     assert not wrong
-    assert len(differences) == len(chosen)
-
-
-@pytest.mark.timeout(900)
-def test_every_model_trains_as_on_one_device_on_two_three_and_four() -> None:
-    prove_cases([(m, size, n) for m, size in CASES for n in STRATEGIES if m not in HEAVY or n == 4])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_heavy_models_on_two_and_three() -> None:
-    prove_cases([(m, size, n) for m, size in CASES for n in STRATEGIES if m in HEAVY and n != 4])
+    assert len(differences) == 3 * len(CASES)
