@@ -189,7 +189,7 @@ def conformance(as_json: Json = False) -> None:
         print(bench_conformance.to_json(rows))
     else:
         _show(bench_conformance.table(rows))
-    raise typer.Exit(0 if all(row.verdict == "exact" for row in rows) else 1)
+    raise typer.Exit(0 if all(row.verdict.value == "exact" for row in rows) else 1)
 
 
 @bench.command()

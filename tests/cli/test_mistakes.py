@@ -147,6 +147,24 @@ def test_a_saved_plan_is_verified_as_it_is(tmp_path: Path) -> None:
     assert json.loads(ended.stdout)["exact"]
 
 
+@pytest.mark.parametrize(("verdict", "code"), [("EXACT", 0), ("WRONG", 1)])
+def test_the_exit_code_of_the_conformance_bench_is_its_verdict(verdict: str, code: int) -> None:
+    """The bench itself takes minutes: one row of it stands in, and the command judges that."""
+    script = (
+        "import sys\n"
+        "from manyhands import cli\n"
+        "from manyhands.benches import conformance as bench, conformance_cases as cases\n"
+        "peers = next(iter(cases.CASES)).peers\n"
+        f"row = bench.Row('a row', bench.Verdict.{verdict}, 1, 1, 0.0, (), (), peers)\n"
+        "bench.run = lambda progress: (row,)\n"
+        "sys.argv = ['manyhands', 'bench', 'conformance']\n"
+        "cli.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert "a row" in ended.stdout
+
+
 def test_help_answers_at_once() -> None:
     seconds = []
     for _ in range(5):
