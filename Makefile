@@ -1,7 +1,8 @@
-# make demo    see it train on four local devices
-# make test    everything: format, lint, types, then the tests from the cheapest to the dearest
-# make check   format, lint and types only
-# make clean   remove what the tools leave behind; the environment in .venv stays
+# make demo       see it train on four local devices
+# make test       everything: format, lint, types, then the tests from the cheapest to the dearest
+# make test-slow  the heaviest models on real processes as well: 16 GB of memory, some minutes
+# make check      format, lint and types only
+# make clean      remove what the tools leave behind; the environment in .venv stays
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,7 +19,7 @@ NIGHTLY := tests/emulated
 ONE_PROCESS := $(filter-out $(ARCHITECTURE) $(PURE) $(MANY_PROCESS) $(NIGHTLY) tests/__pycache__, \
     $(wildcard tests/test_*.py) $(patsubst %/,%,$(wildcard tests/*/)))
 
-.PHONY: demo test check clean
+.PHONY: demo test test-slow check clean
 
 demo: .venv/installed
 	$(BIN)/manyhands demo
@@ -28,6 +29,9 @@ test: check
 	$(if $(PURE),$(PARALLEL) $(PURE))
 	$(if $(ONE_PROCESS),$(PARALLEL) $(ONE_PROCESS))
 	$(if $(MANY_PROCESS),$(PYTEST) $(MANY_PROCESS))
+
+test-slow: .venv/installed-test
+	$(PYTEST) -m slow
 
 check: .venv/installed-test
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ import torch
 
 from tests.loopback.trials import compare_case, draw, miscounted, rounding_explains
 
+EXCUSED = "not exact, by rounding that plain PyTorch shows here too"
 SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST = 60, 8, 38
 
 
@@ -19,6 +20,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message=EXCUSED)
         yield
     torch.set_num_threads(before)
 
@@ -38,6 +40,8 @@ def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
         else:
             assert rounding_explains(case, difference), f"{case}: {difference}"
             excused += 1
+    if excused:
+        warnings.warn(f"{EXCUSED}: {excused} of {SEEDS_A_GROUP}", stacklevel=1)
     assert excused <= 2, "too many differences are put down to rounding"
     assert compared >= COMPARED_AT_LEAST, "too few of the random plans could be run"
 

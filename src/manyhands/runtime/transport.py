@@ -41,17 +41,19 @@ class Gloo:
 
     def __init__(self, device: str, devices: tuple[str, ...], timeout_s: float) -> None:
         self.device, self.ranks = device, {name: rank for rank, name in enumerate(devices)}
-        self.timeout_s, self.sent_bytes = timeout_s, 0
+        self.timeout_s, self.sent_bytes, self.sending_bytes = timeout_s, 0, 0
         self.sending: deque[tuple[Tensor, str, dist.Work]] = deque()
 
     def send(self, tensor: Tensor, target: str, tag: int) -> None:
-        self.sent_bytes += tensor.numel() * tensor.element_size()
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.sent_bytes += num_bytes
         try:
             work = dist.isend(tensor, self.ranks[target], tag=tag)
         except RuntimeError as error:
             raise DeviceLost(target, f"the connection broke: {_first_line(error)}") from error
         assert work is not None
         self.sending.append((tensor, target, work))
+        self.sending_bytes += num_bytes
         self._wait_for_sent(SENDING_BYTES)
 
     def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
@@ -66,11 +68,10 @@ class Gloo:
         self._wait_for_sent(0)
 
     def _wait_for_sent(self, limit_bytes: int) -> None:
-        """Until no more than this is still on its way out. (Receivers make ready before they wait.)"""
-        while self.sending and (
-            not limit_bytes or sum(t.numel() * t.element_size() for t, *_ in self.sending) > limit_bytes
-        ):
-            _, target, work = self.sending.popleft()
+        """Until less than this is still on its way out. (Receivers make ready before they wait.)"""
+        while self.sending and self.sending_bytes >= limit_bytes:
+            tensor, target, work = self.sending.popleft()
+            self.sending_bytes -= tensor.numel() * tensor.element_size()
             _Work(work, target, self.timeout_s).wait()
 
 
