@@ -157,10 +157,13 @@ def measure(job: dict[str, Any], place: Place) -> None:
         raise RequestError("this system's allocator cannot be told to give freed memory back.")
     worker, _ = join_plan(load_model(given.model, seed=given.seed), example, given.plan, connect(place))
     worker.use_optimiser(lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9))
-    ready, inputs = current_memory(), random_inputs(example, given.seed)
+    ready, tiles = current_memory(), worker.territory.inputs
+    inputs = tuple(
+        torch.randn(tile.shape, generator=torch.Generator().manual_seed(given.seed)) for tile in tiles
+    )
     for step in range(given.steps):
         start = time.perf_counter()
-        worker.step(Batch(inputs, mean_square, step))
+        worker.step(Batch(inputs, mean_square, step, tiles))
         say("step", seconds=time.perf_counter() - start)
     parameters = [p for p in worker.weights.tensors.values() if isinstance(p, nn.Parameter)]
     state = worker.optimiser.state if worker.optimiser else {}

@@ -133,7 +133,11 @@ def train(worker: Worker, trial: Trial) -> Outcome:
     worker.use_optimiser(trial.make_optimiser)
     worker.clip_norm = trial.clip_norm
     worker.seed = trial.seed
-    losses = [worker.step(Batch(inputs, trial.loss, step)) for step, inputs in enumerate(trial.batches)]
+    tiles = worker.territory.inputs  # a device sees no more of the batch than it reads
+    losses = [
+        worker.step(Batch(cropped(inputs, tiles), trial.loss, step, tiles))
+        for step, inputs in enumerate(trial.batches)
+    ]
     outcome = Outcome(losses, sent_bytes=worker.transport.sent_bytes)
     for name, tensor in worker.weights.tensors.items():
         tile = worker.weights.tiles[name]
@@ -143,6 +147,12 @@ def train(worker: Worker, trial: Trial) -> Outcome:
         if own.grad is not None:
             outcome.gradients.append(Held(piece.parameter, piece.tile, own.grad))
     return outcome
+
+
+def cropped(inputs: Sequence[Tensor], tiles: Sequence[Tile]) -> tuple[Tensor, ...]:
+    """Copies of these parts of whole inputs."""
+    pairs = zip(inputs, tiles, strict=True)
+    return tuple(tensor[tile.within(Tile.whole(tensor.shape))].clone() for tensor, tile in pairs)
 
 
 def reference(model: nn.Module, graph: Graph, trial: Trial) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 
 from manyhands.ir.geometry import Tile
 
@@ -225,6 +226,32 @@ class Program:
 def sent_bytes(program: Program) -> int:
     """Bytes this device hands to the network in one step."""
     return sum(step.message.num_bytes for step in program.steps if isinstance(step, Send))
+
+
+_FORWARD = {Content.VALUE, Content.MOMENTS}
+_ALONE = _FORWARD | {Content.GRADIENT, Content.SUMS}
+
+
+def forward_steps(program: Program) -> tuple[Step, ...]:
+    """Those before the loss: enough to predict."""
+
+    def before_loss(step: Step) -> bool:
+        if isinstance(step, Send | Expect | Receive):
+            return step.message.content in _FORWARD
+        return not isinstance(step, Loss | Backward | Fold | Square | Update)
+
+    return tuple(takewhile(before_loss, program.steps))
+
+
+def gradient_steps(program: Program) -> tuple[Step, ...]:
+    """All but adding gradients up over devices and what follows: enough for one batch of several."""
+
+    def of_one_batch(step: Step) -> bool:
+        if isinstance(step, Send | Expect | Receive):
+            return step.message.content in _ALONE
+        return not isinstance(step, Fold | Square | Update)
+
+    return tuple(filter(of_one_batch, program.steps))
 
 
 _MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|from) (\S+) #(\d+) (\d+)")

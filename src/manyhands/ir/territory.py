@@ -75,5 +75,6 @@ class Territory:
     segment_of: dict[str, int]
     exchanges: dict[str, Exchange]
     tape_holds_input: frozenset[str]  # exchanged norms whose own input is on their tape anyway
+    inputs: tuple[Tile, ...]  # of the batch: what is read here of each input of the model
     owned: tuple[Piece, ...]  # of the trainable weights: what the optimiser of this device changes
     buckets: dict[int, Bucket]  # those in which this device has a part

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from manyhands.ir.geometry import Span, Tile
-from manyhands.ir.graph import Graph, GroupNorm, Layer, Statistic
+from manyhands.ir.geometry import Span, Tile, empty_like
+from manyhands.ir.graph import Graph, GroupNorm, Input, Layer, Statistic
 from manyhands.ir.program import Forward, Program
-from manyhands.ir.regions import group_range
+from manyhands.ir.regions import group_range, needs
 from manyhands.ir.territory import Bucket, Exchange, Share, Territory
 from manyhands.planning.assignment import Assignment, statistic_domain, statistic_source
 from manyhands.planning.liveness import Liveness
@@ -62,6 +62,20 @@ def exchange(layer: Layer, source: Layer, regions: Assignment, device: str) -> E
     )
 
 
+def input_tiles(graph: Graph, computed: Tiles) -> tuple[Tile, ...]:
+    """The part of each input of the model, by position, that a device reads."""
+    layers = graph.by_name()
+    sources = [layer for layer in graph.layers if isinstance(layer.operation, Input)]
+    read = {layer.name: empty_like(layer.shape) for layer in sources}
+    for layer in graph.layers:
+        shapes = tuple(layers[name].shape for name in layer.inputs)
+        for name, need in zip(layer.inputs, needs(layer, computed[layer.name], shapes), strict=True):
+            if name in read:
+                read[name] = read[name].hull(need)
+    by_position = {s.operation.position: read[s.name] for s in sources if isinstance(s.operation, Input)}
+    return tuple(by_position[position] for position in sorted(by_position))
+
+
 def territory(
     program: Program,
     graph: Graph,
@@ -88,6 +102,7 @@ def territory(
             for name in regions.exchanged
         },
         tape_holds_input=frozenset(n for n in regions.exchanged if liveness.tape_holds_input(layers[n])),
+        inputs=input_tiles(graph, {name: tiles[device] for name, tiles in regions.computed.items()}),
         owned=owned_pieces(graph, holders, buckets, device),
         buckets={bucket.index: bucket for bucket in buckets if device in dict(bucket.parts)},
     )

@@ -116,6 +116,17 @@ def owned_pieces(
     return (*alone, *shared)
 
 
+def kept_pieces(graph: Graph, holders: dict[str, dict[str, Tile]], device: str) -> tuple[Piece, ...]:
+    """The frozen weights and buffers that this device contributes to the whole model: each has one keeper."""
+    return tuple(
+        Piece(name, tile)
+        for name, parameter in graph.parameters().items()
+        if not parameter.trainable
+        for among, tile in pieces_of(holders[name])
+        if among[0] == device
+    )
+
+
 def _first_chunk_using(graph: Graph, all_chunks: tuple[Chunk, ...]) -> dict[str, int]:
     """Backward is done with a weight when it has passed the first chunk that uses it."""
     layers = graph.by_name()

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from manyhands.ir.graph import Layer
+from manyhands.ir.program import Forward
+
 
 @dataclass
 class Box:
@@ -71,3 +74,15 @@ class Tape:
                 del gradient
         if starts:
             torch.autograd.backward(starts)
+
+
+def last_uses(step: Forward, layers: dict[str, Layer]) -> dict[str, set[str]]:
+    """The tensors that are no longer read in a chunk after each of its layers."""
+    last: dict[str, str] = {}
+    for name in step.layers:
+        last |= {source: name for source in layers[name].inputs}
+        last.setdefault(name, name)
+    frees: dict[str, set[str]] = {name: set() for name in step.layers}
+    for tensor, name in last.items():
+        frees[name].add(tensor)
+    return frees

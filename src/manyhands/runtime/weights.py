@@ -76,6 +76,15 @@ class Weights:
             [torch.zeros((), dtype=torch.float64), *(g.double().square().sum() for g in own)]
         ).sum()
 
+    def clip(self, norm: float, squares: dict[str, Tensor]) -> None:
+        """Scale gradients down to a norm of all devices', as torch.nn.utils.clip_grad_norm_ does."""
+        assert squares, "the plan was lowered without clipping"
+        total = sum(float(squares[device]) for device in sorted(squares)) ** 0.5
+        scale = min(1.0, norm / (total + 1e-6))
+        for own in self.owned.values():
+            if own.grad is not None:
+                own.grad *= scale
+
     def arrange(self, memory_format: torch.memory_format) -> None:
         """Put filters in this order in memory."""
         for tensor in self.tensors.values():

@@ -10,7 +10,18 @@ from torch import Tensor, nn
 
 from manyhands.errors import RequestError
 from manyhands.ir.geometry import Tile
-from manyhands.ir.graph import BatchNorm, Graph, GroupNorm, Input, Layer, Pointwise, Statistic
+from manyhands.ir.graph import (
+    BatchNorm,
+    Convolve,
+    Deconvolve,
+    Graph,
+    GroupNorm,
+    Input,
+    Layer,
+    Linear,
+    Pointwise,
+    Statistic,
+)
 from manyhands.ir.program import (
     Backward,
     Correct,
@@ -29,6 +40,8 @@ from manyhands.ir.program import (
     Square,
     Step,
     Update,
+    forward_steps,
+    gradient_steps,
 )
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
@@ -45,7 +58,7 @@ from manyhands.runtime.norms import (
     normalise,
 )
 from manyhands.runtime.store import Store
-from manyhands.runtime.tape import Box, Root, Source, Tape
+from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
 from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import Weights, refuse_split_weights
 
@@ -54,17 +67,19 @@ LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
 
 @dataclass
 class Batch:
-    """One step's data: the model's inputs (whole), and the loss of its outputs (whole)."""
+    """One step's data: the model's inputs, whole or what is read here of them; the loss of whole outputs."""
 
     inputs: Sequence[Tensor]
     loss: LossFunction
     step: int = 0
+    tiles: Sequence[Tile] | None = None  # which part of each input is given; None: all of it
 
 
 class Worker:
-    """Runs the steps of one device; `update` is called at the end of each training step.
+    """Runs the steps of one device.
 
-    Weights, optimiser and `clip_norm` are the caller's to set before the first step; `seed` decides dropout.
+    Weights, optimiser, `mixed` and `clip_norm` are the caller's to set before the first step; `seed` decides
+    dropout.
     """
 
     def __init__(
@@ -81,11 +96,11 @@ class Worker:
         self.weights, self.functions, self.inplace, self.transport = weights, functions, inplace, transport
         self.seed = 0
         self.clip_norm: float | None = None
-        self.update: Callable[[], None] = lambda: None
+        self.mixed: torch.dtype | None = None  # the type in which convolutions and linear layers compute
         self.optimiser: torch.optim.Optimizer | None = None
         self.store = Store(graph, territory)
         self.mail = Mail(program.device, self.store, weights, transport)
-        self.last_uses = {s.chunk: self._last_uses(s) for s in program.steps if isinstance(s, Forward)}
+        self.last_uses = {s.chunk: last_uses(s, self.layers) for s in program.steps if isinstance(s, Forward)}
         self.anchor = torch.zeros((), requires_grad=True)
         used = (layer for layer in graph.layers if territory.computed[layer.name].numel or not layer.inputs)
         self.unread = {p.parameter for p in weights.pieces} - {
@@ -98,17 +113,38 @@ class Worker:
         self.store.memory_format = memory_format
         self.weights.arrange(memory_format)
 
-    def step(self, batch: Batch) -> float | None:
-        """One training step; the loss, on a device that evaluates it."""
+    def step(self, *batches: Batch) -> float | None:
+        """One training step over the sum of these batches' losses; that sum, on a device that evaluates it.
+
+        Gradients of all but the last stay on their device and are added up there, so they travel once.
+        """
+        self.weights.clear_gradients(self.unread)
+        alone = gradient_steps(self.program) if batches[1:] else ()
+        losses = []
+        for batch in batches:
+            self._run_all(alone if batch is not batches[-1] else self.program.steps, batch)
+            losses.append(self.store.loss)
+            self.store.clear()
+        return None if None in losses else sum(loss for loss in losses if loss is not None)
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> tuple[Tensor, ...] | None:
+        """The whole outputs of one batch, on a device that would evaluate the loss. Nothing is learned."""
+        self._run_all(forward_steps(self.program), batch)
+        outputs = self._outputs() if Loss() in self.program.steps else None
+        self.store.clear()
+        return outputs
+
+    def _run_all(self, steps: Sequence[Step], batch: Batch) -> None:
         self.store.clear()
         self.batch = batch
-        self.weights.clear_gradients(self.unread)
-        for step in self.program.steps:
+        for step in steps:
             self.run(step)
         self.transport.flush()
-        loss = self.store.loss
-        self.store.clear()
-        return loss
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        end = 1 + max(self.territory.segment_of.values())
+        return tuple(self.store.values[self.store.buffer(name, end)].detach() for name in self.graph.outputs)
 
     def run(self, step: Step) -> None:
         store = self.store
@@ -146,43 +182,22 @@ class Worker:
                 store.squares[self.program.device] = self.weights.squares()
             case Update():
                 self.weights.settle_gradients()
-                self.clip()
-                self.update()
+                if self.clip_norm is not None:
+                    self.weights.clip(self.clip_norm, store.squares)
+                if self.optimiser is not None:
+                    self.optimiser.step()
             case _:
                 raise TypeError(f"this worker cannot run {step}")
-
-    # ---- forward -------------------------------------------------------------------------------------
-
-    def clip(self) -> None:
-        """Scale all gradients down to the norm asked for, as torch.nn.utils.clip_grad_norm_ does."""
-        if self.clip_norm is None:
-            return
-        assert self.store.squares, "the plan was lowered without clipping"
-        total = sum(float(self.store.squares[device]) for device in sorted(self.store.squares)) ** 0.5
-        scale = min(1.0, self.clip_norm / (total + 1e-6))
-        for own in self.weights.parameters():
-            if own.grad is not None:
-                own.grad *= scale
 
     def use_optimiser(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
         """Let `make` make an optimiser of the weights that this device owns, if it owns any."""
         parameters = self.weights.parameters()
         if not parameters:
             return
-        optimiser = make(parameters)
-        refuse_split_weights(optimiser, self.weights, self.graph)
-        self.optimiser, self.update = optimiser, lambda: _step(optimiser)
+        self.optimiser = make(parameters)
+        refuse_split_weights(self.optimiser, self.weights, self.graph)
 
-    def _last_uses(self, step: Forward) -> dict[str, set[str]]:
-        """After which layer of a chunk each tensor is no longer read in it."""
-        last: dict[str, str] = {}
-        for name in step.layers:
-            last |= {source: name for source in self.layers[name].inputs}
-            last.setdefault(name, name)
-        frees: dict[str, set[str]] = {name: set() for name in step.layers}
-        for tensor, name in last.items():
-            frees[name].add(tensor)
-        return frees
+    # ---- forward -------------------------------------------------------------------------------------
 
     def forward(self, chunk: int, layers: tuple[str, ...]) -> None:
         tape = self.store.tapes[chunk] = Tape()
@@ -217,8 +232,12 @@ class Worker:
             source = layer.inputs[0]
             if not isinstance(self.layers[source].operation, Input):
                 function = self.inplace[layer.name]
+        own = self.store.dtype(layer.name)
+        if mixed := self.mixed is not None and isinstance(layer.operation, Convolve | Deconvolve | Linear):
+            inputs = tuple(tensor.to(self.mixed) for tensor in inputs)
+            weights = {role: tensor.to(self.mixed) for role, tensor in weights.items()}
         work = Work(layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step)
-        return compute(work)
+        return compute(work).to(own) if mixed else compute(work)
 
     def _read(
         self, source: str, need: Tile, reader: Layer, here: dict[str, tuple[Tensor, Tile]], tape: Tape
@@ -237,7 +256,8 @@ class Worker:
         layer = self.layers[source]
         match layer.operation:
             case Input(position):
-                return self.batch.inputs[position], Tile.whole(layer.shape)
+                tiles = self.batch.tiles
+                return self.batch.inputs[position], tiles[position] if tiles else Tile.whole(layer.shape)
             case _ if layer.parameters and not layer.inputs:
                 name = layer.parameters[0].name
                 return self.weights.tensors[name], self.weights.tiles[name]
@@ -296,12 +316,10 @@ class Worker:
 
     def loss(self) -> None:
         """Evaluate the loss on the whole outputs; of the gradient, keep this device's own tiles."""
-        end = 1 + max(self.territory.segment_of.values())
-        names = dict.fromkeys(self.graph.outputs)
-        leaves = {}
-        for name in names:
-            value = self.store.values[self.store.buffer(name, end)].detach()
-            leaves[name] = value.requires_grad_(self.layers[name].differentiable)
+        leaves = {
+            name: value.requires_grad_(self.layers[name].differentiable)
+            for name, value in dict(zip(self.graph.outputs, self._outputs(), strict=True)).items()
+        }
         with torch.enable_grad():
             loss = self.batch.loss(tuple(leaves[name] for name in self.graph.outputs))
         self.store.loss = float(loss.detach())
@@ -373,7 +391,3 @@ class Worker:
         gradient = self.store.read_gradients.pop((layer, segment), None)
         if gradient is not None:
             self.store.add_gradient(layer, tile, gradient[tile.within(self.territory.needed[layer, segment])])
-
-
-def _step(optimiser: torch.optim.Optimizer) -> None:
-    optimiser.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from manyhands.errors import RequestError
+
+_ONE_AT_A_TIME = threading.Lock()  # torch.fx patches nn.Module while it traces
 
 
 class _Proxy(fx.Proxy):
@@ -67,14 +70,15 @@ class Walk:
 def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
     """Follow a model's forward for inputs of these shapes."""
     walker = Walker()
-    try:
-        graph = walker.trace(model)
-    except Exception as error:
-        raise RequestError(
-            f"{type(model).__name__} cannot be traced: {first_line(error)}. "
-            "Forward must not branch on the values of tensors."
-        ) from error
-    runner = _propagate(model, graph, example)
+    with _ONE_AT_A_TIME:
+        try:
+            graph = walker.trace(model)
+        except Exception as error:
+            raise RequestError(
+                f"{type(model).__name__} cannot be traced: {first_line(error)}. "
+                "Forward must not branch on the values of tensors."
+            ) from error
+        runner = _propagate(model, graph, example)
     return Walk(graph, runner.values, runner.overwrites, walker.opaque)
 
 
