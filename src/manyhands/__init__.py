@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands.api import lower, plan, simulate, trace, verify
     from manyhands.errors import DeviceLost, ManyhandsError, RequestError, RunError
+    from manyhands.hands import Hands, Training, join
     from manyhands.ir.cluster import Cluster, Device, Link, local_cluster
     from manyhands.ir.graph import Graph
     from manyhands.ir.plan import Plan, Segment
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "join": "hands",
+    "Hands": "hands",
+    "Training": "hands",
     "trace": "api",
     "plan": "api",
     "lower": "api",
@@ -37,12 +41,15 @@ __all__ = [
     "Device",
     "DeviceLost",
     "Graph",
+    "Hands",
     "Link",
     "ManyhandsError",
     "Plan",
     "RequestError",
     "RunError",
     "Segment",
+    "Training",
+    "join",
     "local_cluster",
     "lower",
     "plan",

@@ -173,6 +173,61 @@ def verify(
     raise typer.Exit(0 if difference.exact else 1)
 
 
+@app.command()
+def train(
+    job: Annotated[Path, typer.Argument(help="Job file (TOML); docs/training.md has all keys.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    name: Annotated[
+        str | None, typer.Option("--as", help="Which device of the cluster file this machine is.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show what will be used, and stop.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress; only the result.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Events as lines of JSON.")] = False,
+) -> None:
+    """Train a model as a job file says, on several devices, exactly as on one."""
+    from manyhands.training.jobs import describe_job, load_job
+
+    read = load_job(job)
+    if print_config:
+        print(read.model_dump_json(indent=1) if as_json else describe_job(read))
+        return
+    from manyhands.training.showing import train_and_show
+
+    train_and_show(read, name, resume=resume, quiet=quiet, as_json=as_json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="A script that calls manyhands.join(); then its arguments.")],
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Local processes.")] = 2,
+) -> None:
+    """Run your own training script on several local devices (by torchrun)."""
+    if not script.is_file():
+        raise RequestError(f"there is no file {script}.")
+    import subprocess
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+    raise typer.Exit(subprocess.run([*command, str(script), *context.args]).returncode)
+
+
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="A model as `manyhands train` saved it (safetensors).")],
+    onnx: Annotated[Path, typer.Option("--onnx", help="Where to write the ONNX file.")],
+    as_json: Json = False,
+) -> None:
+    """Write a trained model as ONNX, and check that onnxruntime computes the same with it."""
+    from dataclasses import asdict
+
+    from manyhands.exporting import export_onnx
+
+    facts = export_onnx(model, onnx)
+    print(json.dumps(asdict(facts), default=str) if as_json else facts)
+
+
 @bench.command()
 def conformance(as_json: Json = False) -> None:
     """Every ordinary layer in every cut: is it exact? Our column beside the peers'."""
@@ -214,6 +269,25 @@ def division(as_json: Json = False) -> None:
     with _busy(as_json):
         rows = bench_division.run()
     print(json.dumps(bench_division.to_json(rows))) if as_json else _show(bench_division.table(rows))
+    raise typer.Exit(0 if all(row.within for row in rows) else 1)
+
+
+@bench.command()
+def training(
+    job: Annotated[Path, typer.Argument(help="Job file; examples/jobs/cifar10-resnet18.toml is one.")],
+    strategies: Annotated[str, typer.Option("--strategies", help="Plans, by semicolons.")] = "batch;rows",
+    as_json: Json = False,
+) -> None:
+    """Does a job learn the same by plans as by a plain PyTorch loop? Losses and the metric, side by side."""
+    from manyhands.benches import training as bench_training
+    from manyhands.training.jobs import load_job
+
+    read = load_job(job)
+    with _busy(as_json) as status:
+        rows = bench_training.run(
+            read, tuple(part.strip() for part in strategies.split(";")), lambda what: status.update(what)
+        )
+    print(json.dumps(bench_training.to_json(rows))) if as_json else _show(bench_training.table(rows, read))
     raise typer.Exit(0 if all(row.within for row in rows) else 1)
 
 

@@ -29,8 +29,11 @@ def nearest(word: str, words: list[str] | tuple[str, ...]) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
-def load_model(reference: str, *, seed: int = 0) -> nn.Module:
-    """A model from the zoo by name, or what `file.py:function` returns; weights drawn from the seed."""
+def load_model(reference: str, *, seed: int = 0, num_classes: int | None = None) -> nn.Module:
+    """A model from the zoo by name, or what `file.py:function` returns; weights drawn from the seed.
+
+    `num_classes` is for models of the zoo; one's own function knows its own.
+    """
     import torch
 
     torch.manual_seed(seed)
@@ -38,7 +41,10 @@ def load_model(reference: str, *, seed: int = 0) -> nn.Module:
         if reference not in models.names():
             hint = nearest(reference, models.names())
             raise RequestError(f"no model is called {reference!r}.{hint} `manyhands models` lists them.")
-        return models.build(reference)
+        try:
+            return models.build(reference, num_classes)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
     function = load_function(reference)
     try:
         model = function()
@@ -129,12 +135,16 @@ class DeviceTable(_Strict):
     gflops: float = Field(default=4.0, gt=0)
 
 
-class NetworkTable(_Strict):
+class _RateTable(_Strict):
     bandwidth: str = "100Mbit"
     latency: str = "0.5ms"
 
 
-class LinkTable(NetworkTable):
+class NetworkTable(_RateTable):
+    port: int | None = Field(default=None, ge=1, le=65535)  # where devices of several machines meet
+
+
+class LinkTable(_RateTable):
     source: str
     target: str
 
@@ -171,6 +181,7 @@ def load_cluster(path: Path | None, num_devices: int | None) -> Cluster:
         tuple(
             Link(k.source, k.target, parse_rate(k.bandwidth), parse_seconds(k.latency)) for k in tables.link
         ),
+        tables.network.port,
     )
 
 

@@ -22,11 +22,13 @@ from manyhands.loading import load_model
 from manyhands.planning.lowering import Lowered
 from manyhands.runtime.allocator import return_freed_memory
 from manyhands.runtime.formats import faster_format
+from manyhands.runtime.process import current_memory, peak_memory
 from manyhands.runtime.ranks import Place, say
 from manyhands.runtime.transport import Gloo
 from manyhands.runtime.worker import Batch, Worker
 from manyhands.tracing.graphs import trace
-from manyhands.verifying import Held, Outcome, make_trial, train
+from manyhands.verifying import Held, Outcome, make_trial
+from manyhands.verifying import train as train_trial
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def verify(job: list[Any], place: Place) -> None:
         example = examples(trial.inputs, trial.plan.batch, torch.float64)
         worker, lowered = join_plan(model, example, trial.plan, transport)
         data = make_trial(lowered.graph, example, steps=trial.steps, seed=trial.seed)
-        outcome = train(worker, replace(data, learning_rate=trial.learning_rate))
+        outcome = train_trial(worker, replace(data, learning_rate=trial.learning_rate))
         outcome = outcome.without_copies(worker.weights)
         save_outcome(outcome, Path(trial.folder) / f"{index}-{place.device}.safetensors")
         say("verified", index=index)
@@ -200,19 +202,12 @@ def mean_square(outputs: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([output.square().mean() for output in outputs]).sum()
 
 
-def peak_memory() -> int:
-    """The most memory this process ever had resident. (getrusage would count the starter's, before exec.)"""
-    return _status("VmHWM")
+def train(job: dict[str, Any], place: Place) -> None:
+    """One device's part of a job file."""
+    from manyhands.training.running import train as run  # more than the other tasks need
 
-
-def current_memory() -> int:
-    return _status("VmRSS")
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+    run(job, place)
 
 
 TASKS: dict[str, Callable[[Any, Place], None]] = {"verify": verify, "demo": demo, "measure": measure}
-TASKS |= {"plain": measure_plain}
+TASKS |= {"plain": measure_plain, "train": train}

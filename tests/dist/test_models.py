@@ -28,6 +28,8 @@ CASES = (
     ("unet-small", "3x32x32"),
     ("mobilenetv2", "3x32x32"),
     ("demo", "1x28x28"),
+    ("yolov2", "3x32x32"),
+    ("paper4-8", "3x32x32"),
 )
 SLOW_CASES = (
     ("resnet101", "3x48x48"),

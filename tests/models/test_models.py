@@ -64,6 +64,8 @@ OTHER_OUTPUTS = {
     "demo": (2, 10),
     "unet": (2, 1, 256, 256),
     "unet-small": (2, 1, 256, 256),
+    "paper4-8": (2, 10),
+    "yolov2": (2, 5 * (5 + 80), 13, 13),
     "yolov2-16": (2, 256, 38, 38),
     "yolov2-16-nobn": (2, 256, 38, 38),
 }
@@ -92,13 +94,37 @@ def test_listing_the_zoo_needs_no_torch() -> None:
 def test_names_are_the_keys_of_the_zoo() -> None:
     assert models.names() == tuple(models.ZOO)
     assert all(entry.name == name for name, entry in models.ZOO.items())
-    assert len(set(models.names())) == 20
+    assert len(set(models.names())) == 22
 
 
 def test_unknown_name_is_a_key_error_with_the_name() -> None:
     with pytest.raises(KeyError) as caught:
         models.build("resnet19")
     assert caught.value.args == ("resnet19",)
+
+
+WITHOUT_CLASSES = {"unet", "unet-small", "yolov2-16", "yolov2-16-nobn"}
+
+
+@pytest.mark.parametrize("name", [name for name in models.names() if name not in WITHOUT_CLASSES])
+def test_as_many_classes_as_asked_for(name: str) -> None:
+    images = torch.empty(2, *models.ZOO[name].input_shape, device="meta")
+    with torch.device("meta"):
+        output = models.build(name, num_classes=7)(images)
+    usual = expected_output(name)
+    assert tuple(output.shape) == (2, 5 * (5 + 7) if name == "yolov2" else 7, *usual[2:])
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_CLASSES))
+def test_classes_of_a_network_without_classes_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has no classes, so it cannot have 7"):
+        models.build(name, num_classes=7)
+
+
+@pytest.mark.parametrize("num_classes", [0, -3])
+def test_no_classes_at_all_are_refused(num_classes: int) -> None:
+    with pytest.raises(ValueError, match=f"demo cannot have {num_classes} classes"):
+        models.build("demo", num_classes=num_classes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
@@ -139,6 +165,43 @@ def test_yolo_image_is_halved_by_layers_1_3_7_and_11() -> None:
     assert sizes == [608] + [304] * 2 + [152] * 4 + [76] * 4 + [38] * 5
 
 
+def test_yolo_has_as_many_numbers_as_darknets_weight_file() -> None:
+    """yolov2.weights has 203,934,260 bytes: a head of 16, then weights, norms and their statistics."""
+    numbers = [t.numel() for name, t in on_meta("yolov2").state_dict().items() if "num_batches" not in name]
+    assert 16 + 4 * sum(numbers) == 203_934_260
+
+
+def test_yolo_begins_with_its_first_16_layers() -> None:
+    whole, part = (
+        {key: value.shape for key, value in on_meta(name).state_dict().items()}
+        for name in ("yolov2", "yolov2-16")
+    )
+    assert part.items() <= whole.items()
+    assert {key.split(".")[0] for key in whole} - {key.split(".")[0] for key in part} == {
+        *("16", "18", "19", "20", "21", "22", "23", "24", "26", "29", "30")
+    }
+
+
+def test_yolo_passes_fine_detail_around_the_last_pool() -> None:
+    """With the coarse way shut the output still tells two images apart; with both shut it cannot."""
+    torch.manual_seed(0)
+    model = models.build("yolov2", num_classes=1).eval()
+    with torch.no_grad():
+        model.get_submodule("24.bn").weight.zero_()  # type: ignore[operator,union-attr]
+        pictures = torch.randn(2, 3, 64, 64)
+        outputs = model(pictures)
+        model.get_submodule("26.bn").weight.zero_()  # type: ignore[operator,union-attr]
+        blind = model(pictures)
+    assert not torch.allclose(outputs[0], outputs[1])
+    assert torch.allclose(blind[0], blind[1])
+
+
+def test_paper4_has_six_convolutions_and_two_linear_layers() -> None:
+    kinds = [type(module) for module in on_meta("paper4-8").modules()]
+    assert kinds.count(nn.Conv2d) == 6 and kinds.count(nn.Linear) == 2
+    assert kinds.index(nn.Linear) > len(kinds) - kinds[::-1].index(nn.Conv2d)
+
+
 def test_unet_has_the_known_number_of_parameters() -> None:
     assert num_parameters(on_meta("unet")) == 31_037_633
 
@@ -154,7 +217,9 @@ def test_traces_and_gives_the_right_shape(name: str) -> None:
     assert tuple(traced(images).shape) == expected_output(name)
 
 
-@pytest.mark.parametrize("name", ["demo", "resnet18-cifar", "mobilenetv2", "unet-small", "yolov2-16-nobn"])
+@pytest.mark.parametrize(
+    "name", ["demo", "resnet18-cifar", "mobilenetv2", "unet-small", "yolov2-16-nobn", "yolov2", "paper4-8"]
+)
 def test_traced_network_computes_the_same_gradients(name: str) -> None:
     torch.manual_seed(0)
     model = models.build(name).eval()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
+
+FIRST_PORT, NUM_PORTS = 20_000, 40_000  # where a meeting's port is looked for: 20000 to 59999
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,22 @@ class Cluster:
     bytes_per_s: float = 12.5e6
     latency_s: float = 0.5e-3
     links: tuple[Link, ...] = ()
+    port: int | None = None  # where devices of several machines meet, if somebody wants to say
+
+    @property
+    def meeting_port(self) -> int:
+        """The port said, else one that follows from names and addresses: one file, one port everywhere."""
+        if self.port is not None:
+            return self.port
+        text = json.dumps([(device.name, device.address) for device in self.devices])
+        return FIRST_PORT + int(hashlib.sha256(text.encode()).hexdigest(), 16) % NUM_PORTS
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(device.name for device in self.devices)
+
+    def device(self, name: str) -> Device:
+        return next(device for device in self.devices if device.name == name)
 
     def link(self, source: str, target: str) -> Link:
         for link in self.links:

@@ -25,6 +25,8 @@ def encode(value: Any) -> JSON:
         return value.value
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {key: encode(item) for key, item in value.items()}
     return value
 
 
@@ -49,6 +51,12 @@ def _decode(kind: Any, value: JSON, path: str) -> Any:
         if len(kinds) != len(value):
             raise ValueError(f"{path} should have {len(kinds)} entries, not {len(value)}")
         return tuple(_decode(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} should be an object, not {value!r}")
+        return {k: _decode(typing.get_args(kind)[1], v, f"{path}.{k}") for k, v in value.items()}
+    if kind is Any:
+        return value
     if dataclasses.is_dataclass(kind):
         return _decode_fields(kind, value, path)
     if isinstance(kind, type) and issubclass(kind, Enum):

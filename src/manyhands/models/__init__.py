@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,8 +59,10 @@ _ENTRIES = (
     _entry("mobilenetv2", "mobilenet", IMAGENET, "MobileNetV2, 17 inverted residuals"),
     _entry("unet", "unet", (3, 256, 256), "U-Net, 64 to 1024 channels, one output channel"),
     _entry("unet-small", "unet", (3, 256, 256), "U-Net, 16 to 256 channels, one output channel"),
+    _entry("yolov2", "yolo", (3, 416, 416), "YOLOv2 whole, with passthrough, 5 anchors, 80 classes"),
     _entry("yolov2-16", "yolo", (3, 608, 608), "the first 16 layers of YOLOv2, with batch norm"),
     _entry("yolov2-16-nobn", "yolo", (3, 608, 608), "the first 16 layers of YOLOv2, without batch norm"),
+    _entry("paper4-8", "paper4", CIFAR, "six convolutions and two linear layers, 10 classes"),
 )
 
 ZOO: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
@@ -70,8 +73,18 @@ def names() -> tuple[str, ...]:
     return tuple(ZOO)
 
 
-def build(name: str) -> nn.Module:
-    """A freshly initialised network; an unknown name raises `KeyError(name)`."""
+def build(name: str, num_classes: int | None = None) -> nn.Module:
+    """A freshly initialised network, with as many classes as asked for or else the usual number.
+
+    An unknown name raises `KeyError(name)`; classes asked of a network without any, or none of them at all,
+    raise `ValueError`.
+    """
     entry = ZOO[name]
-    model: nn.Module = getattr(import_module(entry.module), entry.function)()
-    return model
+    function = getattr(import_module(entry.module), entry.function)
+    if num_classes is None:
+        return function()
+    if "num_classes" not in signature(function).parameters:
+        raise ValueError(f"{name} has no classes, so it cannot have {num_classes}. Leave the number out.")
+    if num_classes < 1:
+        raise ValueError(f"{name} cannot have {num_classes} classes. Ask for 1 or more.")
+    return function(num_classes=num_classes)

@@ -1,4 +1,8 @@
-"""Start the processes of a run on this machine, listen to them, and end them all when one ends badly."""
+"""Start the processes of a run on this machine, listen to them, and end them all when one ends badly.
+
+Devices of one machine meet at a file and talk over loopback. Devices of several machines are started by one
+command on each of them, and meet at a store of the first device (`meeting.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from manyhands.errors import DeviceLost, RequestError, RunError
+from manyhands.ir.cluster import Cluster
+from manyhands.runtime.hosts import interfaces
+from manyhands.runtime.meeting import JOIN_TIMEOUT_S, Meeting, connect, meet
+from manyhands.runtime.watching import Failure, Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 Event = dict[str, Any]
 TIMEOUT_S = 120.0
@@ -44,33 +56,51 @@ def launch(
     *,
     threads: int = 1,
     timeout_s: float = TIMEOUT_S,
+    here: tuple[str, ...] | None = None,
+    cluster: Cluster | None = None,
+    facts: dict[str, str] | None = None,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
 ) -> dict[str, list[Event]]:
     """Run a task on one process a device and return what each said. Raises when any of them fails.
 
+    With `here`, only those devices are started on this machine; the others are started on theirs, by the same
+    call with their names. The run begins when all are there, and is refused everywhere if one brings other
+    `facts` than the first. While it waits, every process says {"event": "waiting", "missing": [...]}.
+
     A process watches its standard input: when the starter is gone, however it went, so is the process.
     """
+    common = {"task": task, "job": job, "devices": devices, "threads": threads, "timeout_s": timeout_s}
+    chosen = dict.fromkeys(devices, "lo")
+    if here is not None:
+        if cluster is None:
+            raise ValueError("devices of several machines need the cluster with their addresses")
+        chosen = interfaces(cluster, devices, here)
+        common["meeting"] = asdict(_meeting(cluster, devices, facts or {}, join_timeout_s))
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
         spoken: queue.Queue[tuple[Rank, Event | None]] = queue.Queue()
         ranks = []
         try:
-            for index, device in enumerate(devices):
-                spec = {
-                    "task": task,
-                    "job": job,
-                    "rank": index,
-                    "devices": devices,
-                    "store": f"{folder}/store",
-                }
-                spec |= {"threads": threads, "timeout_s": timeout_s}
-                ranks.append(_start(device, spec, Path(folder) / f"{device}.err", spoken))
+            for device, interface in chosen.items():
+                spec = common | {"rank": devices.index(device), "store": f"{folder}/store"}
+                ranks.append(_start(device, spec, interface, Path(folder) / f"{device}.err", spoken))
             _listen(ranks, spoken, on_event)
         finally:
             _end(ranks)
         return {rank.device: rank.events for rank in ranks}
 
 
-def _start(device: str, spec: dict[str, Any], errors: Path, spoken: queue.Queue[Any]) -> Rank:
-    environment = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "GLOO_SOCKET_IFNAME": "lo"}
+def _meeting(
+    cluster: Cluster, devices: tuple[str, ...], facts: dict[str, str], join_timeout_s: float
+) -> Meeting:
+    """Where these devices meet. The versions are facts of every run; the caller may say them otherwise."""
+    torch_version = ".".join(metadata.version("torch").split(".")[:2])
+    versions = {"version": metadata.version("manyhands"), "torch": torch_version}
+    addresses = tuple(cluster.device(name).address or "" for name in devices)
+    return Meeting(devices, addresses, cluster.meeting_port, versions | facts, join_timeout_s)
+
+
+def _start(device: str, spec: dict[str, Any], interface: str, errors: Path, spoken: queue.Queue[Any]) -> Rank:
+    environment = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "GLOO_SOCKET_IFNAME": interface}
     with errors.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "manyhands.rank"],
@@ -144,10 +174,10 @@ def _verdict(failed: list[Rank]) -> Exception:
         if rank.failure and rank.failure["kind"] == "request":
             return RequestError(rank.failure["message"])
         if rank.failure and rank.failure["kind"] == "error":
-            return RunError(f"{rank.device} failed: {rank.failure['message']}")
+            return RunError(f"{rank.failure['device']} failed: {rank.failure['message']}")
     first = failed[0].failure
     assert first is not None
-    return DeviceLost(first["device"], f"{first['message']} (said by {failed[0].device})")
+    return DeviceLost(first["device"], f"{first['message']} (said by {first['by']})")
 
 
 def _last_line(path: Path) -> str:
@@ -171,11 +201,12 @@ def _end(ranks: list[Rank]) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank finds itself."""
+    """Where a rank finds itself, and its watch over devices on other machines, if there are any."""
 
     rank: int
     devices: tuple[str, ...]
     timeout_s: float
+    watch: Watch | None = None
 
     @property
     def device(self) -> str:
@@ -197,18 +228,40 @@ def die_with_starter() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def join(spec: dict[str, Any]) -> Place:
-    """Meet the other ranks at the store."""
+def join(spec: dict[str, Any], end: Callable[[Failure], NoReturn]) -> Place:
+    """Meet the other ranks. `end` says what failed and ends this process, when a watch sees others fail."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(spec["threads"])
     place = Place(spec["rank"], tuple(spec["devices"]), spec["timeout_s"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{spec['store']}",
-        rank=place.rank,
-        world_size=len(place.devices),
-        timeout=timedelta(seconds=place.timeout_s),
-    )
-    return place
+    size, timeout = len(place.devices), timedelta(seconds=place.timeout_s)
+    if "meeting" not in spec:
+        method = f"file://{spec['store']}"
+        dist.init_process_group("gloo", method, rank=place.rank, world_size=size, timeout=timeout)
+        return place
+    store, watch = _join_hosts(spec["meeting"], place, end)
+    store.set_timeout(timeout)
+    try:
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or ["no message"])[0]
+        text = f"the devices met but could not connect: {reason}. Is there a firewall between them?"
+        end(watch.settle({"kind": "error", "device": place.device, "message": text, "by": place.device}))
+    return replace(place, watch=watch)
+
+
+def _join_hosts(
+    given: dict[str, Any], place: Place, end: Callable[[Failure], NoReturn]
+) -> tuple[TCPStore, Watch]:
+    """The store where all devices met, and a watch that has begun."""
+    meeting = Meeting(**given | {key: tuple(given[key]) for key in ("devices", "addresses")})
+    frozen = {"kind": "lost", "device": meeting.first, "message": "it answered once and never again"}
+    # A call to the store of a frozen process never comes back, so the deadline needs a clock of its own.
+    limit = threading.Timer(meeting.join_timeout_s + GRACE_S, end, [frozen | {"by": place.device}])
+    limit.daemon = True
+    limit.start()
+    store, card = meet(meeting, place.device, say)
+    watch = Watch(connect(meeting, place.timeout_s), card, place.devices, place.timeout_s, end)
+    limit.cancel()
+    return store, watch

@@ -1,0 +1,1 @@
+"""Finding objects: boxes, anchors, the loss of YOLOv2, decoding, precision and pictures."""

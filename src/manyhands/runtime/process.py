@@ -1,0 +1,33 @@
+"""What this process is: its memory, and what its processor can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manyhands.errors import RequestError
+
+# As Linux names them: of Intel and AMD, and of ARM.
+_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+
+
+def peak_memory() -> int:
+    """The most memory this process ever had resident. (getrusage would count the starter's, before exec.)"""
+    return _status("VmHWM")
+
+
+def current_memory() -> int:
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def require_bfloat16(device: str, features: str | None = None) -> None:
+    """Refuse bfloat16 where the processor would only imitate it. `features`: as /proc/cpuinfo has them."""
+    if features is None:
+        path = Path("/proc/cpuinfo")
+        features = path.read_text() if path.is_file() else ""
+    if not _BFLOAT16 & set(features.split()):
+        raise RequestError(f'{device} has no bfloat16 instructions. Use precision = "float32".')

@@ -1,0 +1,182 @@
+"""From a job to what a run needs before it starts: data sets, recipe, model, plan. All mistakes show here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from manyhands import api, models
+from manyhands.data.augmentation import Recipe
+from manyhands.data.batches import Loader
+from manyhands.data.opening import open_dataset
+from manyhands.data.samples import Dataset, Kind, check_labels, first
+from manyhands.detection.anchors import VOC_ANCHORS, Anchors, kmeans_anchors
+from manyhands.detection.region import CELL_PIXELS
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster
+from manyhands.ir.geometry import Span, Tile
+from manyhands.ir.plan import Plan
+from manyhands.loading import default_input, load_cluster, load_model, parse_bytes, parse_inputs
+from manyhands.planning.feeding import Feed, feed_plan
+from manyhands.planning.lowering import Lowered
+from manyhands.training.jobs import Job
+from manyhands.training.losses import choose_optimiser, make_loss
+
+# Mean and deviation of each channel, 0 to 1, of all training images (CIFAR: Krizhevsky 2009; ImageNet: as
+# torchvision has them; Fashion-MNIST: counted).
+NORMS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+NUM_ANCHORS = 5
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What every device must agree on; the first device tells the others."""
+
+    num_classes: int | None  # for a model of the zoo that takes them
+    class_names: tuple[str, ...]
+    anchors: Anchors
+    num_images: int
+    num_test_images: int
+
+    def steps_per_epoch(self, job: Job) -> int:
+        return max(self.num_images // (job.batch * job.accumulate), 1)
+
+    def num_steps(self, job: Job) -> int:
+        return job.steps if job.steps is not None else (job.epochs or 1) * self.steps_per_epoch(job)
+
+
+def datasets(job: Job, device: str) -> tuple[Dataset, Dataset | None]:
+    """The images to train on and those to evaluate on; `{device}` in a reference stands for the name."""
+    train = open_dataset(job.data.replace("{device}", device), "train")
+    train = first(train, job.images) if job.images is not None else train
+    if job.evaluate is None:
+        return train, None
+    reference = (job.evaluate.data or job.data).replace("{device}", device)
+    split = "train" if job.evaluate.data == "train" else "test"
+    if job.evaluate.data in ("train", "test"):
+        reference = job.data.replace("{device}", device)
+    test = open_dataset(reference, split)
+    return train, first(test, job.evaluate.images) if job.evaluate.images is not None else test
+
+
+def find_facts(job: Job, train: Dataset, test: Dataset | None) -> Facts:
+    """What the data says about the model."""
+    return Facts(
+        len(train.classes) or None if job.model in models.ZOO and _takes_classes(job.model) else None,
+        train.classes,
+        _anchors(job, train),
+        len(train),
+        0 if test is None else len(test),
+    )
+
+
+def _takes_classes(name: str) -> bool:
+    entry = models.ZOO[name]
+    return "num_classes" in signature(getattr(import_module(entry.module), entry.function)).parameters
+
+
+def _anchors(job: Job, train: Dataset) -> Anchors:
+    if job.loss != "yolov2" or job.anchors == "voc":
+        return VOC_ANCHORS
+    if not isinstance(job.anchors, str):
+        return job.anchors
+    if train.kind is not Kind.BOXES:
+        raise RequestError('anchors = "kmeans" needs data with boxes.')
+    sizes = _box_sizes(job, train)
+    return kmeans_anchors(sizes, NUM_ANCHORS, job.seed)
+
+
+def _box_sizes(job: Job, train: Dataset) -> Tensor:
+    """Widths and heights of all boxes, in cells, as they are when images are scaled to the input."""
+    nothing = Tile(tuple(Span(0, 0) for _ in range(4)))  # no pixel is read
+    with Loader(train, recipe(job, training=False), 16, 0, False, training=False, tile=nothing) as loader:
+        rows = [loader.take(step)[1][: loader.valid(step)] for step in range(loader.steps_per_epoch)]
+    boxes = torch.cat(rows).flatten(0, 1)
+    corners = boxes[boxes[:, 0] >= 0, 1:]
+    return (corners[:, 2:] - corners[:, :2]).double() / CELL_PIXELS
+
+
+def input_size(job: Job) -> tuple[int, int, int]:
+    shapes = parse_inputs(job.input or default_input(job.model))
+    if len(shapes) != 1 or len(shapes[0]) != 3:
+        raise RequestError(f"input = {job.input!r}: a job trains on images, channels x rows x columns.")
+    channels, rows, columns = shapes[0]
+    return channels, rows, columns
+
+
+def recipe(job: Job, *, training: bool) -> Recipe:
+    """How images become inputs; without random changes for evaluation."""
+    size = input_size(job)
+    mean, std = NORMS.get(job.data.partition(":")[0], ((0.0,), (1.0,)))
+    if len(mean) not in (1, size[0]):
+        mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+    given = job.augment
+    still = Recipe(size, mean=given.mean or mean, std=given.std or std, resize=given.resize)
+    if not training:
+        return still
+    return replace(still, crop=given.crop, flip=given.flip, colour=given.colour, mosaic=given.mosaic)
+
+
+def precision(job: Job) -> tuple[torch.dtype, torch.dtype | None]:
+    """The type of weights, and the type in which convolutions compute if it is another."""
+    if job.precision == "bfloat16":
+        return torch.float32, torch.bfloat16
+    return getattr(torch, job.precision), None
+
+
+def build_model(job: Job, facts: Facts, *, seed: int | None = None) -> nn.Module:
+    dtype, _ = precision(job)
+    chosen = job.seed if seed is None else seed
+    return load_model(job.model, seed=chosen, num_classes=facts.num_classes).to(dtype)
+
+
+def example(job: Job) -> Tensor:
+    return torch.empty(job.batch, *input_size(job), dtype=precision(job)[0], device="meta")
+
+
+def job_cluster(job: Job) -> Cluster:
+    """The devices of a job; a memory limit of the job holds for every device that has none of its own."""
+    cluster = load_cluster(Path(job.cluster) if job.cluster else None, job.devices)
+    limit = parse_bytes(job.memory) if job.memory else None
+    devices = tuple(replace(d, memory_bytes=d.memory_bytes or limit) for d in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
+def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Plan, Lowered]:
+    """The plan of a job. Nothing is computed; whatever cannot be is refused here."""
+    with torch.device("meta"):
+        model = build_model(job, facts)
+    graph = api.trace(model.train(), example(job)).graph
+    plan = api.plan(graph, cluster, job.strategy)
+    lowered = api.lower(graph, plan, clip=job.clip is not None)
+    feed_plan(lowered, Feed(job.feed))
+    return plan, lowered
+
+
+def check(job: Job, train: Dataset, facts: Facts, lowered: Lowered) -> None:
+    """Refuse what would only fail inside a device."""
+    choose_optimiser(job.optimizer.name, job.optimizer.model_dump(exclude={"name"}))
+    make_loss(job.loss, facts.anchors, facts.num_classes or 1)
+    recipe(job, training=True)
+    if job.loss == "yolov2" and train.kind is not Kind.BOXES:
+        raise RequestError(f'loss = "yolov2" needs data with boxes; {job.data} has none.')
+    outputs = lowered.graph.by_name()[lowered.graph.outputs[0]].shape
+    if job.loss == "cross_entropy" and len(outputs) >= 2:
+        check_labels(train, outputs[1])
+    if train.kind is not Kind.OWN:
+        with Loader(train, recipe(job, training=False), 1, 0, False, training=False, ahead=0) as loader:
+            loader.take(0)  # an image of another size shows here already
+    if len(train) < job.batch * job.accumulate:
+        raise RequestError(
+            f"a step takes {job.batch * job.accumulate} images, {job.data} has {len(train)}. "
+            "Take a smaller batch."
+        )

@@ -1,0 +1,93 @@
+"""`manyhands train` on the console: the plan first, then progress, then what came out and where it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from manyhands.reporting.text import amount, plan_view
+from manyhands.training.jobs import Job
+from manyhands.training.recording import Recorder
+from manyhands.training.starting import Start, make_ready, plan_facts, train
+
+
+def train_and_show(job: Job, name: str | None, *, resume: bool, quiet: bool, as_json: bool) -> dict[str, Any]:
+    """Run a job; the same facts as the console shows."""
+    start = make_ready(job, name, resume=resume)
+    console = Console(stderr=as_json)
+    if not quiet and not as_json:
+        _introduce(console, start)
+    limits = {device.name: device.memory_bytes for device in start.cluster.devices}
+    folder = Path(job.folder or ".")
+    recorder = Recorder(folder, limits, quiet=quiet, as_json=as_json, console=console)
+    summary = train(start, recorder)
+    pictures = _pictures(start)
+    if pictures is not None:
+        summary["picture"] = str(pictures)
+    if as_json:
+        print(json.dumps({"event": "summary"} | summary), flush=True)
+    else:
+        _conclude(console, job, summary)
+    return summary
+
+
+def _introduce(console: Console, start: Start) -> None:
+    if start.lowered is None:
+        console.print("The first device has the data and makes the plan.")
+        return
+    console.print(plan_view(plan_facts(start)))
+    if start.job.accumulate > 1 and _has_batch_norm(start):
+        console.print(
+            f"Note: batch norm sees each of the {start.job.accumulate} batches of a step alone, as plain "
+            "PyTorch does when it accumulates; that is not the same as one large batch.",
+            highlight=False,
+        )
+    if start.job.precision == "bfloat16":
+        console.print("Note: bfloat16 is not exact to float32's rounding.", highlight=False)
+    if start.checkpoint is not None:
+        for warning in start.checkpoint.warnings:
+            console.print(f"Passed over: {warning}", highlight=False)
+        console.print(f"Going on from {start.checkpoint.path}.", highlight=False)
+
+
+def _has_batch_norm(start: Start) -> bool:
+    from manyhands.ir.graph import BatchNorm
+
+    assert start.lowered is not None
+    operations = [layer.operation for layer in start.lowered.graph.layers]
+    return any(isinstance(operation, BatchNorm) and operation.training for operation in operations)
+
+
+def _conclude(console: Console, job: Job, summary: dict[str, Any]) -> None:
+    parts = [f"{summary.get('step', 0)} steps in {summary['seconds']:.0f} s"]
+    if summary.get("loss") is not None:
+        parts.append(f"loss {summary['loss']:.4f}")
+    if "metric" in summary:
+        parts.append(f"{summary['metric']} {summary['value']:.4f}")
+    console.print("; ".join(parts) + ".", highlight=False)
+    for device, facts in summary["devices"].items():
+        console.print(
+            f"  {device}: {amount(facts['sent_bytes'])} sent, peak memory {amount(facts['peak_bytes'])}",
+            highlight=False,
+        )
+    for device in summary["over_memory"]:
+        console.print(f"[red]{device} needed more memory than its limit.[/red]", highlight=False)
+    console.print(
+        f"Model: {job.save}   metrics: {Path(job.folder or '.') / 'metrics.jsonl'}", highlight=False
+    )
+    if "picture" in summary:
+        console.print(f"Detections: {summary['picture']}", highlight=False)
+
+
+def _pictures(start: Start) -> Path | None:
+    """For detection: the first test images with the boxes found."""
+    if start.job.loss != "yolov2" or start.facts is None or start.job.evaluate is None:
+        return None
+    if start.here is not None and start.cluster.names[0] not in start.here:
+        return None
+    from manyhands.training.sheets import detection_sheet
+
+    return detection_sheet(start.job, start.facts)

@@ -1,0 +1,204 @@
+"""A trainer on several devices does what plain PyTorch does on one: steps, predictions, state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manyhands import api
+from manyhands.errors import RequestError
+from manyhands.ir.geometry import Span
+from manyhands.ir.program import sent_bytes
+from manyhands.planning.feeding import Feed
+from manyhands.runtime.inprocess import run_in_process
+from manyhands.runtime.state import State
+from manyhands.runtime.transport import Transport
+from manyhands.training.trainer import Settings, Trainer
+
+BATCH, STEPS = 6, 3
+
+
+def network() -> nn.Module:
+    """The same weights each time, also in threads, which share torch's random numbers."""
+    return copy.deepcopy(NETWORK)
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    ).double()
+
+
+NETWORK = _network()
+
+
+def batches(count: int, batch: int = BATCH) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(batch, 3, 12, 12, generator=draw, dtype=torch.float64),
+            torch.randint(5, (batch,), generator=draw),
+        )
+        for _ in range(count)
+    ]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, 0.9, weight_decay=1e-3)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 0.01)
+
+
+def plain(make: Callable[[Any], torch.optim.Optimizer], accumulate: int = 1) -> tuple[nn.Module, list[float]]:
+    model, losses = network(), []
+    optimiser = make(model.parameters())
+    data = batches(STEPS * accumulate)
+    for step in range(STEPS):
+        optimiser.zero_grad()
+        total = 0.0
+        for images, labels in data[step * accumulate : (step + 1) * accumulate]:
+            loss = F.cross_entropy(model(images), labels) / accumulate
+            loss.backward()
+            total += float(loss.detach())
+        optimiser.step()
+        losses.append(total)
+    return model, losses
+
+
+def trainer(
+    strategy: str, device: str, devices: int, transport: Transport, feed: Feed = Feed.REPLICATED
+) -> Trainer:
+    model, example = network(), torch.empty(BATCH, 3, 12, 12, dtype=torch.float64)
+    plan = api.plan(api.trace(model, example).graph, devices, strategy)
+    return Trainer(model, (example,), plan, transport, device, Settings(F.cross_entropy, feed=feed))
+
+
+def devices_of(count: int) -> tuple[str, ...]:
+    return tuple(f"device-{index}" for index in range(count))
+
+
+def part(tensor: Tensor, span: Span) -> Tensor:
+    return tensor[span.start : span.stop]
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=1e-10)
+
+
+PLANS = [("batch", 3), ("rows", 3), ("channels", 2), ("batch:2,rows:2", 4), ("single", 1)]
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize(("strategy", "count"), PLANS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_predictions_and_the_collected_state_are_those_of_one_device(
+    strategy: str, count: int, make: Callable[[Any], torch.optim.Optimizer], accumulate: int
+) -> None:
+    model, losses = plain(make, accumulate)
+    images, labels = batches(1)[0]
+
+    def work(device: str, transport: Transport) -> tuple[list[Any], Tensor, State | None]:
+        here = trainer(strategy, device, count, transport)
+        here.worker.use_optimiser(make)
+        data = batches(STEPS * accumulate)
+        found = [
+            here.step(*(((x,), y) for x, y in data[s * accumulate : (s + 1) * accumulate]))
+            for s in range(STEPS)
+        ]
+        outputs, _ = here.predict((images,), labels)
+        return found, outputs, here.collect()
+
+    results = run_in_process(devices_of(count), work)
+    state = results["device-0"][2]
+    assert state is not None
+    expected = model.state_dict()
+    assert set(state.model) == set(expected)
+    for name, tensor in expected.items():
+        assert close(state.model[name].double(), tensor.double()), name
+    model.eval()
+    for found, outputs, _ in results.values():
+        assert found == pytest.approx(losses, abs=1e-10)
+        assert close(outputs, model(images))
+
+
+@pytest.mark.parametrize("feed", list(Feed))
+@pytest.mark.parametrize(
+    ("strategy", "count"), [("rows", 3), ("batch", 3), ("batch:2,rows:2", 4), ("grid", 4)]
+)
+def test_wherever_the_images_are_training_is_the_same(strategy: str, count: int, feed: Feed) -> None:
+    _, losses = plain(sgd)
+
+    def work(device: str, transport: Transport) -> tuple[list[Any], int, int]:
+        here = trainer(strategy, device, count, transport, feed)
+        here.worker.use_optimiser(sgd)
+        span = here.feeding.samples[device]
+        found = [here.step(((part(x, span),), part(y, span))) for x, y in batches(STEPS)]
+        extra = STEPS * (sent_bytes(here.worker.program) + here.feeding.sent_bytes(device))
+        return found, transport.sent_bytes, extra
+
+    for found, sent, said in run_in_process(devices_of(count), work).values():
+        assert found == pytest.approx(losses, abs=1e-10)
+        assert said <= sent <= said + STEPS * count * 400  # targets and their announcements come on top
+        if feed is Feed.REPLICATED:
+            assert sent == said
+
+
+def test_local_images_never_leave_whole() -> None:
+    def work(device: str, transport: Transport) -> str:
+        with pytest.raises(RequestError, match="whole images of device-1 to device-0"):
+            trainer("channels", device, 2, transport, Feed.LOCAL)
+        return "refused"
+
+    assert set(run_in_process(devices_of(2), work).values()) == {"refused"}
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("before", [("batch", 3), ("channels", 2)])
+@pytest.mark.parametrize("after", [("rows", 2), ("channels", 3), ("single", 1)])
+def test_a_state_goes_on_by_another_plan(
+    before: tuple[str, int], after: tuple[str, int], make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    model, losses = plain(make)
+
+    def first(device: str, transport: Transport) -> State | None:
+        here = trainer(before[0], device, before[1], transport)
+        here.worker.use_optimiser(make)
+        here.step(*(((x,), y) for x, y in batches(1)))
+        return here.collect()
+
+    state = run_in_process(devices_of(before[1]), first)["device-0"]
+    assert state is not None
+
+    class Whole(dict[str, Tensor]):
+        def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+            return self[name][index]
+
+    def second(device: str, transport: Transport) -> tuple[list[Any], State | None]:
+        here = trainer(after[0], device, after[1], transport)
+        here.worker.use_optimiser(make)
+        here.restore(Whole(copy.deepcopy(state.model)), state.optimiser)
+        return [here.step(((x,), y)) for x, y in batches(STEPS)[1:]], here.collect()
+
+    results = run_in_process(devices_of(after[1]), second)
+    assert results["device-0"][0] == pytest.approx(losses[1:], abs=1e-10)
+    found = results["device-0"][1]
+    assert found is not None
+    for name, tensor in model.state_dict().items():
+        assert close(found.model[name].double(), tensor.double()), name
