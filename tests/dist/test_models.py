@@ -28,10 +28,10 @@ CASES = (
     ("unet-small", "3x32x32"),
     ("mobilenetv2", "3x32x32"),
     ("demo", "1x28x28"),
-    ("yolov2", "3x32x32"),
     ("paper4-8", "3x32x32"),
 )
 SLOW_CASES = (
+    ("yolov2", "3x32x32"),
     ("resnet101", "3x48x48"),
     ("resnet152", "3x48x48"),
     ("unet", "3x16x16"),

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.dist.machines import namespace_machines, no_namespaces
+
 OWN = Path(__file__).with_name("own_data.py")
 JOB = """
 model = "{own}:build"
@@ -39,8 +41,8 @@ def write_job(path: Path, **changes: Any) -> Path:
     return path
 
 
-def start(job: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "manyhands.cli", "train", str(job), "--json", *flags]
+def start(job: Path, *flags: str, inside: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [*inside, sys.executable, "-m", "manyhands.cli", "train", str(job), "--json", *flags]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -111,3 +113,42 @@ def test_resuming_on_the_same_plan_is_bit_for_bit(tmp_path: Path) -> None:
     assert losses(resumed) == {step: loss for step, loss in losses(straight).items() if step > 7}
     again = load_file(folder / "model.safetensors")
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+
+
+CLUSTER = """
+[[device]]
+name = "pi-0"
+address = "{0}"
+[[device]]
+name = "pi-1"
+address = "{1}"
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_job_on_two_hosts_learns_what_it_learns_on_one(tmp_path: Path) -> None:
+    """The second host has not even the data: the first sends it its tiles."""
+    if reason := no_namespaces():
+        pytest.skip(reason)
+    alone = events(write_job(tmp_path / "alone.toml", steps=6))
+    with namespace_machines() as machines:
+        (tmp_path / "cluster.toml").write_text(CLUSTER.format(*(machine.address for machine in machines)))
+        processes = []
+        for name, machine in zip(("pi-0", "pi-1"), machines, strict=True):
+            job = write_job(tmp_path / f"{name}.toml", steps=6)
+            text = job.read_text().replace("devices = 2", f'cluster = "{tmp_path}/cluster.toml"')
+            if name == "pi-1":
+                text = text.replace("own_data.py:train", "nothing_here.py:train")
+            job.write_text(text + 'feed = "source"\n')
+            processes.append(start(job, "--as", name, inside=machine.inside))
+        before = machines[0].sent_bytes()
+        said = [process.communicate(timeout=250) for process in processes]
+        crossed = machines[0].sent_bytes() - before
+    assert [process.returncode for process in processes] == [0, 0], [err for _, err in said]
+    found = [[json.loads(line) for line in out.splitlines()] for out, _ in said]
+    for each in found:
+        assert losses(each) == pytest.approx(losses(alone), abs=1e-9)
+    sent = found[0][-1]["devices"]["pi-0"]["sent_bytes"]
+    assert crossed > sent > 6 * 6 * 3 * 12 * 5 * 8  # more than the images' lower halves
+    assert (tmp_path / "pi-0" / "model.safetensors").is_file()
+    assert not (tmp_path / "pi-1" / "model.safetensors").exists()
