@@ -103,7 +103,7 @@ class Hands:
         transport = Gloo(self.device, self.devices, self.timeout_s)
         settings = Settings(loss, seed, clip, None, Feed(feed))
         trainer = Trainer(model, examples, chosen, transport, self.device, settings)
-        trainer.restore(_Whole(model), {})
+        trainer.restore(_Whole(model) if self.first else None, {})
         return Training(trainer, model, optimiser)
 
 

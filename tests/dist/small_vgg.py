@@ -20,17 +20,9 @@ def _narrow(name: str) -> nn.Module:
     return with_features
 
 
-def vgg11() -> nn.Module:
-    return _narrow("vgg11")
-
-
 def vgg11_bn() -> nn.Module:
     return _narrow("vgg11-bn")
 
 
 def vgg16() -> nn.Module:
     return _narrow("vgg16")
-
-
-def vgg16_bn() -> nn.Module:
-    return _narrow("vgg16-bn")

@@ -17,6 +17,7 @@ from manyhands.ir.geometry import Span
 from manyhands.ir.program import sent_bytes
 from manyhands.planning.feeding import Feed
 from manyhands.runtime.inprocess import run_in_process
+from manyhands.runtime.process import require_bfloat16
 from manyhands.runtime.state import State
 from manyhands.runtime.transport import Transport
 from manyhands.training.trainer import Settings, Trainer
@@ -202,3 +203,39 @@ def test_a_state_goes_on_by_another_plan(
     assert found is not None
     for name, tensor in model.state_dict().items():
         assert close(found.model[name].double(), tensor.double()), name
+
+
+class MixedConv(nn.Conv2d):
+    """A convolution that computes in bfloat16 and gives float32, as mixed precision does."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        weight, bias = self.weight.bfloat16(), None if self.bias is None else self.bias.bfloat16()
+        narrow = F.conv2d(images.bfloat16(), weight, bias, self.stride, self.padding)
+        return narrow.to(images.dtype)
+
+
+def test_mixed_precision_computes_convolutions_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(MixedConv(3, 8, 3, padding=1), nn.ReLU(), MixedConv(8, 4, 3, padding=1))
+    plain_model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+    plain_model.load_state_dict(base.state_dict())
+    images, targets = torch.randn(2, 3, 9, 9), torch.randn(2, 4, 9, 9)
+    mixed, exact = (F.mse_loss(model(images), targets).item() for model in (base, plain_model))
+
+    def work(device: str, transport: Transport) -> float | None:
+        model = copy.deepcopy(plain_model)
+        plan = api.plan(api.trace(model, images).graph, 3, "rows")
+        settings = Settings(F.mse_loss, mixed=torch.bfloat16)
+        here = Trainer(model, (images,), plan, transport, device, settings)
+        here.worker.use_optimiser(sgd)
+        return here.step(((images,), targets))
+
+    for found in run_in_process(devices_of(3), work).values():
+        assert found == pytest.approx(mixed, rel=1e-3)
+    assert abs(mixed - exact) > 1e-6  # or this test could not tell them apart
+
+
+def test_a_processor_without_bfloat16_is_refused() -> None:
+    require_bfloat16("pi-0", "flags : fpu avx2 avx512_bf16 amx_tile")
+    with pytest.raises(RequestError, match="pi-0 has no bfloat16"):
+        require_bfloat16("pi-0", "flags : fpu avx2 avx512f")

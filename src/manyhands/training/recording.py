@@ -75,7 +75,7 @@ class Recorder:
                 self._step(event)
             case "evaluated":
                 self.metrics = {"metric": event["metric"], "value": event["value"]}
-                said = f"{event['metric']} {event['value']:.4f} on {event['images']} images"
+                said = f"{event['metric']} {event['value']:.4f} on {event['images']} {event['of']}"
                 self._print(f"step {event['step']}: {said}")
                 self._write(event)
                 self._chart(event["metric"], event["value"], event["step"])

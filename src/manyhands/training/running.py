@@ -262,7 +262,15 @@ class Runner:
         value = torch.tensor([metric.value() if self.trainer.holds_outputs else 0.0], dtype=torch.float64)
         dist.broadcast(value, self.place.devices.index(self.trainer.output_holder))
         seconds = time.perf_counter() - start
-        say("evaluated", step=done, metric=metric.name, value=float(value), images=count, seconds=seconds)
+        say(
+            "evaluated",
+            step=done,
+            metric=metric.name,
+            value=float(value),
+            images=count,
+            of="training images" if self.facts.test_is_train else "test images",
+            seconds=seconds,
+        )
         return float(value)
 
     def _evaluation_steps(self, loader: Loader | None) -> int:
