@@ -207,10 +207,10 @@ def run(
     """Run your own training script on several local devices (by torchrun)."""
     if not script.is_file():
         raise RequestError(f"there is no file {script}.")
-    import subprocess
+    import os
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
-    raise typer.Exit(subprocess.run([*command, str(script), *context.args]).returncode)
+    os.execv(command[0], [*command, str(script), *context.args])
 
 
 @app.command()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,8 +28,8 @@ from manyhands.ir.plan import Plan
 from manyhands.planning.feeding import Feed
 from manyhands.runtime.hosts import interface_to, local_addresses
 from manyhands.runtime.transport import Gloo
-from manyhands.training.tensorfiles import StoredTensors, load_model_file, save_model
-from manyhands.training.trainer import Settings, Trainer
+from manyhands.training.checkpoints import StoredTensors, load_model_file, require_shapes, save_model
+from manyhands.training.trainer import Settings, Trainer, Whole
 
 TIMEOUT_S = 120.0
 CHECK_EVERY = 50  # steps between two looks whether all devices got the same batch
@@ -45,7 +44,7 @@ def join(timeout_s: float = TIMEOUT_S) -> Hands:
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         if size == 1:
-            store = dist.FileStore(str(Path(tempfile.mkdtemp(prefix="manyhands-")) / "store"), 1)
+            store = dist.HashStore()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
         else:
@@ -103,29 +102,35 @@ class Hands:
         transport = Gloo(self.device, self.devices, self.timeout_s)
         settings = Settings(loss, seed, clip, None, Feed(feed))
         trainer = Trainer(model, examples, chosen, transport, self.device, settings)
-        trainer.restore(_Whole(model) if self.first else None, {})
         return Training(trainer, model, optimiser)
-
-
-class _Whole(dict[str, Tensor]):
-    """A model's own tensors, to be read in parts."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
-
-    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        return self[name][index]
 
 
 class Training:
     """Steps of one model on this device; every device calls the same methods in the same order."""
 
     def __init__(self, trainer: Trainer, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        self.trainer, self.optimiser, self.steps = trainer, optimiser, 0
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._groups = [{names[id(p)] for p in group["params"]} for group in optimiser.param_groups]
+        self.trainer, self.model, self.optimiser, self.steps = trainer, model, optimiser, 0
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._groups = [{self._name(p) for p in group["params"]} for group in optimiser.param_groups]
         self._left_out(model)
         trainer.worker.use_optimiser(self._divided)
+        first = trainer.device == trainer.plan.devices[0]
+        trainer.restore(Whole(model) if first else None, self._state())
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        if id(parameter) not in self._names:
+            shape = "x".join(str(size) for size in parameter.shape)
+            raise RequestError(f"the optimiser has a parameter ({shape}) that is not the model's.")
+        return self._names[id(parameter)]
+
+    def _state(self) -> dict[str, Tensor]:
+        """What the optimiser has learned so far, of whole parameters."""
+        return {
+            f"{kind}/{self._names[id(parameter)]}": value
+            for parameter, state in self.optimiser.state.items()
+            for kind, value in state.items()
+            if isinstance(value, Tensor)
+        }
 
     def _left_out(self, model: nn.Module) -> None:
         """What the optimiser was not given does not learn; a plan has to know that before it is made."""
@@ -156,6 +161,7 @@ class Training:
             self._same_batch(inputs, targets)
         self._follow_rates()
         self.steps += 1
+        self.optimiser._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns that it never was
         return self.trainer.step((inputs, targets))
 
     def _follow_rates(self) -> None:
@@ -202,6 +208,9 @@ class Training:
 
     def load(self, path: str | Path) -> None:
         """Take the weights of a file that the first device has."""
-        first = self.trainer.device == self.trainer.plan.devices[0]
-        stored: StoredTensors | None = load_model_file(Path(path)).tensors if first else None
+        stored: StoredTensors | None = None
+        if self.trainer.device == self.trainer.plan.devices[0]:
+            file = load_model_file(Path(path))
+            require_shapes(file, self.model.state_dict(), type(self.model).__name__)
+            stored = file.tensors
         self.trainer.restore(stored, {})

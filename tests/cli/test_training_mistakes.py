@@ -76,11 +76,11 @@ def misspelt_inner_key(folder: Path) -> list[str]:
 
 
 def misspelt_option(folder: Path) -> list[str]:
-    return [job(folder, more='optimizer = { name = "sgd", momentun = 0.9 }\n')]
+    return [job(folder, more='optimizer = { name = "sgd", lr = 0.1, momentun = 0.9 }\n')]
 
 
 def unknown_optimizer(folder: Path) -> list[str]:
-    return [job(folder, more='optimizer = { name = "sgdd" }\n')]
+    return [job(folder, more='optimizer = { name = "sgdd", lr = 0.1 }\n')]
 
 
 def unknown_loss(folder: Path) -> list[str]:
@@ -115,9 +115,10 @@ def wrong_image_size(folder: Path) -> list[str]:
 
 
 def label_out_of_range(folder: Path) -> list[str]:
-    picture(folder / "set" / "images" / "one.png", 64)
-    (folder / "set" / "labels").mkdir()
-    (folder / "set" / "labels" / "one.txt").write_text("7 0.5 0.5 0.2 0.2\n")
+    for number in range(4):
+        picture(folder / "set" / "images" / f"{number}.png", 64)
+        (folder / "set" / "labels").mkdir(exist_ok=True)
+        (folder / "set" / "labels" / f"{number}.txt").write_text("7 0.5 0.5 0.2 0.2\n")
     (folder / "set" / "classes.txt").write_text("cat\ndog\n")
     text = job(folder, '"fashion-mnist"', f'"yolo:{folder}/set"', 'loss = "yolov2"\n')
     Path(text).write_text(Path(text).read_text().replace('"demo"', '"yolov2"'))
@@ -161,6 +162,30 @@ def checkpoint_of_another_seed(folder: Path) -> list[str]:
     return [job(folder, more="seed = 3\n"), "--resume"]
 
 
+def init_of_another_shape(folder: Path) -> list[str]:
+    path = folder / "other.safetensors"
+    checkpoints.save_model(path, models.build("demo", 7).state_dict(), {})
+    return [job(folder, more=f'init = "{path}"\n')]
+
+
+def local_classes_that_differ(folder: Path) -> list[str]:
+    for device, names in (("device-0", "ab"), ("device-1", "bc")):
+        for name in names:
+            for number in range(4):
+                picture(folder / device / name / f"{number}.png", 28)
+    path = job(folder, '"fashion-mnist"', f'"imagefolder:{folder}/{{device}}"', 'feed = "local"\n')
+    Path(path).write_text(Path(path).read_text().replace("devices = 1", 'devices = 2\nstrategy = "batch"'))
+    return [path]
+
+
+def schedule_key_that_means_nothing(folder: Path) -> list[str]:
+    return [job(folder, more='schedule = { name = "cosine", factor = 0.5 }\n')]
+
+
+def optimizer_without_rate(folder: Path) -> list[str]:
+    return [job(folder, more='optimizer = { name = "adam" }\n')]
+
+
 def missing_init(folder: Path) -> list[str]:
     return [job(folder, more=f'init = "{folder}/nowhere.safetensors"\n')]
 
@@ -202,15 +227,19 @@ MISTAKES: dict[Callable[[Path], list[str]], str] = {
     missing_data: "nowhere.zip",
     missing_model: "Did you mean 'demo'?",
     wrong_image_size: "40x40",
-    label_out_of_range: "7",
+    label_out_of_range: "class 7",
     own_label_out_of_range: "there is a label 7, and the model has 4 outputs",
-    empty_folder: "images",
+    empty_folder: "no image",
     batch_of_more_than_all: "5000",
     there_is_a_checkpoint: "--resume",
     truncated_checkpoint: "model.safetensors",
     checkpoint_of_another_model: "is of paper4-8, not demo",
     checkpoint_of_another_seed: "was made with seed = 0, the job has 3",
     missing_init: "nowhere.safetensors",
+    init_of_another_shape: "head.weight is (7, 80) there and (10, 80) here",
+    local_classes_that_differ: "device-1 has the classes b, c; device-0 has a, b",
+    schedule_key_that_means_nothing: "factor means nothing to cosine",
+    optimizer_without_rate: "the key 'optimizer.lr' is missing",
     nameless_machine: "--as",
     unknown_device: "pi-7",
     unreachable_host: "no-such-machine.invalid",
@@ -263,9 +292,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
         assert newest is not None and newest.path == old
 
 
-def test_what_will_be_used_is_printed_and_can_be_read_again(tmp_path: Path) -> None:
-    first = manyhands("train", job(tmp_path), "--print-config")
+@pytest.mark.parametrize("more", ["", "evaluate = false\n", 'schedule = { name = "steps", at = [3, 4] }\n'])
+def test_what_will_be_used_is_printed_and_can_be_read_again(tmp_path: Path, more: str) -> None:
+    first = manyhands("train", job(tmp_path, more=more), "--print-config")
     assert first.returncode == 0 and 'precision = "float32"' in first.stdout
     again = tmp_path / "again.toml"
     again.write_text(first.stdout)
     assert manyhands("train", str(again), "--print-config").stdout == first.stdout
+    assert ("evaluate = false" in first.stdout) == ("evaluate" in more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from manyhands import api
 from manyhands.errors import RequestError
+from manyhands.hands import Training
 from manyhands.ir.geometry import Span
 from manyhands.ir.program import sent_bytes
 from manyhands.planning.feeding import Feed
@@ -20,6 +22,8 @@ from manyhands.runtime.inprocess import run_in_process
 from manyhands.runtime.process import require_bfloat16
 from manyhands.runtime.state import State
 from manyhands.runtime.transport import Transport
+from manyhands.tracing.fx import ONE_AT_A_TIME
+from manyhands.training.losses import make_loss
 from manyhands.training.trainer import Settings, Trainer
 
 BATCH, STEPS = 6, 3
@@ -83,12 +87,22 @@ def plain(make: Callable[[Any], torch.optim.Optimizer], accumulate: int = 1) -> 
     return model, losses
 
 
+def together(here: Trainer) -> Trainer:
+    """Wait until all devices are made: torch.fx, which makes them, must not trace while others compute."""
+    here._evaluating()
+    mailroom, count = here.transport.mailroom, len(here.plan.devices)  # type: ignore[attr-defined]
+    with mailroom.changed:
+        barrier = vars(mailroom).setdefault("barrier", threading.Barrier(count))
+    barrier.wait(60)
+    return here
+
+
 def trainer(
     strategy: str, device: str, devices: int, transport: Transport, feed: Feed = Feed.REPLICATED
 ) -> Trainer:
     model, example = network(), torch.empty(BATCH, 3, 12, 12, dtype=torch.float64)
     plan = api.plan(api.trace(model, example).graph, devices, strategy)
-    return Trainer(model, (example,), plan, transport, device, Settings(F.cross_entropy, feed=feed))
+    return together(Trainer(model, (example,), plan, transport, device, Settings(F.cross_entropy, feed=feed)))
 
 
 def devices_of(count: int) -> tuple[str, ...]:
@@ -226,7 +240,7 @@ def test_mixed_precision_computes_convolutions_in_bfloat16() -> None:
         model = copy.deepcopy(plain_model)
         plan = api.plan(api.trace(model, images).graph, 3, "rows")
         settings = Settings(F.mse_loss, mixed=torch.bfloat16)
-        here = Trainer(model, (images,), plan, transport, device, settings)
+        here = together(Trainer(model, (images,), plan, transport, device, settings))
         here.worker.use_optimiser(sgd)
         return here.step(((images,), targets))
 
@@ -239,3 +253,108 @@ def test_a_processor_without_bfloat16_is_refused() -> None:
     require_bfloat16("pi-0", "flags : fpu avx2 avx512_bf16 amx_tile")
     with pytest.raises(RequestError, match="pi-0 has no bfloat16"):
         require_bfloat16("pi-0", "flags : fpu avx2 avx512f")
+
+
+def test_images_of_another_type_are_converted_and_of_another_size_refused() -> None:
+    _, losses = plain(sgd)
+
+    def work(device: str, transport: Transport) -> float | None:
+        here = trainer("rows", device, 2, transport, Feed.SOURCE)
+        here.worker.use_optimiser(sgd)
+        (images, labels), first = batches(1)[0], device == "device-0"
+        given: Any = ((images.float(),), labels) if first else ((), None)
+        found = here.step(given)
+        with pytest.raises(RequestError, match="brought 6x3x16x16 where the plan has 6x3x12x12"):
+            if not first:
+                raise RequestError("brought 6x3x16x16 where the plan has 6x3x12x12")
+            here.step(((torch.zeros(BATCH, 3, 16, 16),), labels))
+        return found
+
+    for found in run_in_process(devices_of(2), work).values():
+        assert found == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_a_smaller_batch_is_not_taken_for_a_tile() -> None:
+    def work(device: str, transport: Transport) -> str:
+        here = trainer("batch", device, 2, transport)
+        with pytest.raises(RequestError, match="a batch of 3x3x12x12 came where the plan is for 6x3x12x12"):
+            here.predict((batches(1)[0][0][:3],), torch.zeros(3))
+        return "refused"
+
+    assert set(run_in_process(devices_of(2), work).values()) == {"refused"}
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a weight that nothing reads, and a buffer that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 3, 1, bias=False)
+        self.other = nn.Conv2d(3, 3, 1, bias=False)
+        self.other.weight = self.one.weight
+        self.unread = nn.Parameter(torch.ones(2))
+        self.register_buffer("still", torch.arange(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.relu(self.other(torch.relu(self.one(images))))
+
+
+def test_the_collected_state_has_every_name_of_the_model() -> None:
+    model, images = Tied(), torch.randn(2, 3, 6, 6)
+
+    def work(device: str, transport: Transport) -> State | None:
+        own = copy.deepcopy(model)
+        plan = api.plan(api.trace(own, images).graph, 2, "rows")
+        here = together(Trainer(own, (images,), plan, transport, device, Settings(F.mse_loss)))
+        here.worker.use_optimiser(sgd)
+        here.step(((images,), torch.zeros(2, 3, 6, 6)))
+        return here.collect()
+
+    state = run_in_process(devices_of(2), work)["device-0"]
+    assert state is not None and set(state.model) == set(model.state_dict())
+    assert torch.equal(state.model["one.weight"], state.model["other.weight"])
+    assert not torch.equal(state.model["one.weight"], model.one.weight)
+    model.load_state_dict(state.model)
+
+
+def test_an_optimiser_that_has_taken_steps_goes_on() -> None:
+    """Three plain steps, then three more by two devices, are six plain steps."""
+    data = batches(6)
+
+    def steps(model: nn.Module, optimiser: torch.optim.Optimizer, count: int) -> None:
+        for images, labels in data[:count]:
+            optimiser.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimiser.step()
+
+    whole = network()
+    steps(whole, sgd(whole.parameters()), 6)
+
+    def work(device: str, transport: Transport) -> State | None:
+        model = network()
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1]},
+            {"params": [p for p in model.parameters() if p.dim() == 1]},
+        ]
+        optimiser = sgd(groups)
+        with ONE_AT_A_TIME:  # of tracing and computing
+            steps(model, optimiser, 3)
+        plan = api.plan(api.trace(model, data[0][0]).graph, 3, "batch")
+        settings = Settings(F.cross_entropy, feed=Feed.LOCAL)
+        here = together(Trainer(model, data[0][:1], plan, transport, device, settings))
+        training = Training(here, model, optimiser)
+        for images, labels in data[3:]:
+            training.step(images[training.samples], labels[training.samples])
+        return training.trainer.collect()
+
+    state = run_in_process(devices_of(3), work)["device-0"]
+    assert state is not None
+    for name, tensor in whole.state_dict().items():
+        assert close(state.model[name].double(), tensor.double()), name
+
+
+def test_targets_that_would_be_broadcast_are_refused() -> None:
+    mse = make_loss("mse", (), 1)
+    assert float(mse(torch.zeros(4, 1), torch.ones(4))) == 1.0
+    with pytest.raises(RequestError, match="number by number"):
+        mse(torch.zeros(4, 2), torch.ones(4))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import RequestError
-from manyhands.ir.geometry import Span, Tile, Transfer
+from manyhands.ir.geometry import Shape, Span, Tile, Transfer
 from manyhands.runtime.packets import FIRST_TAG, Packet, announce, deliver, receive_announcement
 from manyhands.runtime.transport import Pending, Transport
 
@@ -27,20 +27,17 @@ class Feeder:
         samples: dict[str, Span],
         reads: tuple[Tile, ...],
         ways: tuple[tuple[Transfer, ...], ...],
+        shapes: tuple[Shape, ...],
+        dtypes: tuple[torch.dtype, ...],
     ) -> None:
         self.transport, self.device, self.samples = transport, device, samples
-        self.reads, self.ways = reads, ways
+        self.reads, self.ways, self.shapes, self.dtypes = reads, ways, shapes, dtypes
 
-    def bring(
-        self, inputs: Sequence[Tensor], targets: Tensor | None, dtypes: Sequence[torch.dtype]
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    def bring(self, inputs: Sequence[Tensor], targets: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """From this device's own samples to the tiles that it reads and the targets of all samples."""
         mine = self.samples[self.device]
-        for given in inputs if len(mine) else ():
-            if given.shape[0] != len(mine):
-                raise RequestError(
-                    f"{self.device} brought {given.shape[0]} samples where the plan has {len(mine)} of it."
-                )
+        dtypes = self.dtypes
+        inputs = self._checked(inputs, mine) if len(mine) else ()
         tiles, arriving = [], list[tuple[Pending, Tensor, Tensor]]()
         for position, tile in enumerate(self.reads):
             buffer = torch.empty(tile.shape, dtype=dtypes[position])
@@ -60,6 +57,16 @@ class Feeder:
         everything = self._targets(targets)
         self.transport.flush()
         return tuple(tiles), everything
+
+    def _checked(self, inputs: Sequence[Tensor], mine: Span) -> tuple[Tensor, ...]:
+        """Inputs of the type that travels; those of another shape than the plan's are refused."""
+        for given, shape in zip(inputs, self.shapes, strict=True):
+            wanted = (len(mine), *shape[1:])
+            if tuple(given.shape) != wanted:
+                raise RequestError(
+                    f"{self.device} brought {_times(given.shape)} where the plan has {_times(wanted)} of it."
+                )
+        return tuple(given.to(dtype) for given, dtype in zip(inputs, self.dtypes, strict=True))
 
     def _numbered(self, position: int) -> list[tuple[int, Transfer]]:
         """The transfers of an input with numbers that no other has."""
@@ -98,6 +105,7 @@ class Feeder:
             self.transport.expect(tensor.view(-1), d, FIRST_TAG + 2)
             for d in sources
             for tensor in announced[d].tensors
+            if tensor.numel()
         ]
         for other in others if brings else ():
             deliver(self.transport, packet, other)
@@ -105,6 +113,10 @@ class Feeder:
             pending.wait()
         parts = {self.device: packet.tensors} | {d: announced[d].tensors for d in sources}
         return torch.cat([tensor for device in bringers for tensor in parts[device]])
+
+
+def _times(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
 
 
 def _held(tensor: Tensor, mine: Span) -> Tile:

@@ -139,10 +139,12 @@ def _take(worker: Worker, packet: Packet) -> None:
     for (kind, name, tile), tensor in zip(packet.facts, packet.tensors, strict=True):
         if kind == WEIGHT:
             assert str(weights.tiles[name]) == tile, f"{name}: {weights.tiles[name]} is held, {tile} came"
-            weights.tensors[name].detach().copy_(tensor)
+            own = weights.tensors[name].detach()
+            assert own.shape == tensor.shape, f"{name}: {tuple(tensor.shape)} came for {tuple(own.shape)}"
+            own.copy_(tensor)
             continue
-        own = weights.owned[Piece(name, Tile.parse(tile))]
+        owned = weights.owned[Piece(name, Tile.parse(tile))]
         assert worker.optimiser is not None
-        cut = tensor.shape == own.shape
-        like = torch.empty_like(own, requires_grad=False) if cut else torch.empty_like(tensor)
-        worker.optimiser.state[own][kind] = like.copy_(tensor)
+        cut = tensor.shape == owned.shape
+        like = torch.empty_like(owned, requires_grad=False) if cut else torch.empty_like(tensor)
+        worker.optimiser.state[owned][kind] = like.copy_(tensor)

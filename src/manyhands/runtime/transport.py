@@ -140,5 +140,6 @@ class _Letter:
             while not mailroom.letters[key]:
                 self.home.wait_for(self.source)
             letter = mailroom.letters[key].pop(0)
-        assert letter.shape == self.buffer.shape, f"{key}: {letter.shape} came, {self.buffer.shape} expected"
+        came, expected = ((tuple(t.shape), t.dtype) for t in (letter, self.buffer))
+        assert came == expected, f"{key}: {came} came, {expected} expected"
         self.buffer.copy_(letter)

@@ -113,7 +113,7 @@ class Worker:
         self.store.memory_format = memory_format
         self.weights.arrange(memory_format)
 
-    def step(self, *batches: Batch) -> float | None:
+    def step(self, *batches: Batch | Callable[[], Batch]) -> float | None:
         """One training step over the sum of these batches' losses; that sum, on a device that evaluates it.
 
         Gradients of all but the last stay on their device and are added up there, so they travel once.
@@ -121,8 +121,11 @@ class Worker:
         self.weights.clear_gradients(self.unread)
         alone = gradient_steps(self.program) if batches[1:] else ()
         losses = []
-        for batch in batches:
-            self._run_all(alone if batch is not batches[-1] else self.program.steps, batch)
+        for number, given in enumerate(batches, 1):
+            batch = (
+                given if isinstance(given, Batch) else given()
+            )  # made when its turn comes: it takes memory
+            self._run_all(alone if number < len(batches) else self.program.steps, batch)
             losses.append(self.store.loss)
             self.store.clear()
         return None if None in losses else sum(loss for loss in losses if loss is not None)

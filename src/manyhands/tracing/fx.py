@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from manyhands.errors import RequestError
 
-_ONE_AT_A_TIME = threading.Lock()  # torch.fx patches nn.Module while it traces
+ONE_AT_A_TIME = threading.Lock()  # torch.fx patches nn.Module while it traces
 
 
 class _Proxy(fx.Proxy):
@@ -70,7 +70,7 @@ class Walk:
 def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
     """Follow a model's forward for inputs of these shapes."""
     walker = Walker()
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         try:
             graph = walker.trace(model)
         except Exception as error:

@@ -63,6 +63,7 @@ __all__ = [
     "newest",
     "read",
     "require_model",
+    "require_shapes",
     "save_model",
     "write",
 ]
@@ -162,6 +163,18 @@ def require_model(checkpoint: Checkpoint, model: Tensors, reference: str) -> Non
     raise RequestError(
         f"{checkpoint.path} is of {what}: {difference}. Train the model it is of, or save in another folder."
     )
+
+
+def require_shapes(file: ModelFile, model: Tensors, reference: str) -> None:
+    """Refuse a file of weights for another model than this `state_dict`; its types may differ."""
+    there = {name: tuple(file.tensors.shape(name)) for name in file.tensors}
+    here = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    for name in (*here, *there):
+        if here.get(name) != there.get(name):
+            raise RequestError(
+                f"{file.path} is not of {reference}: {name} is {there.get(name, 'missing')} there and "
+                f"{here.get(name, 'missing')} here."
+            )
 
 
 def _step(path: Path) -> int:

@@ -22,7 +22,7 @@ class OptimizerTable(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = "sgd"
-    lr: float = Field(default=0.1, ge=0)
+    lr: float = Field(ge=0)
 
 
 class AugmentTable(_Strict):
@@ -59,7 +59,7 @@ class Job(_Strict):
     data: str = Field(description="cifar10:PATH, imagefolder:PATH, ..., or file.py:function")
     input: str | None = Field(default=None, description="one image; none: the zoo's")
     loss: str = Field(default="cross_entropy", description="or mse, bce, yolov2, file.py:function")
-    optimizer: OptimizerTable = OptimizerTable(momentum=0.9)  # type: ignore[call-arg]
+    optimizer: OptimizerTable = OptimizerTable(lr=0.1, momentum=0.9)  # type: ignore[call-arg]
     schedule: Schedule = Schedule()
     batch: int = Field(default=32, ge=1)
     accumulate: int = Field(default=1, ge=1, description="batches a step")
@@ -111,6 +111,8 @@ def load_job(path: Path) -> Job:
         values["epochs"] = 1
     if values.get("evaluate") is False:
         values["evaluate"] = None
+    elif values.get("evaluate") is True:
+        del values["evaluate"]
     try:
         return Job.model_validate(values)
     except ValidationError as error:
@@ -121,7 +123,7 @@ def _first_problem(error: ValidationError) -> str:
     """The first thing wrong, with the place and, for a misspelt key, the nearest right one."""
     problem = error.errors()[0]
     place = [str(part) for part in problem["loc"]]
-    where = ".".join(place) or "job"
+    where = ".".join(place)
     if problem["type"] == "extra_forbidden":
         words = list(_table(place[:-1]).model_fields)
         hint = nearest(place[-1], words) or f" There are {', '.join(words)}."
@@ -129,7 +131,8 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"the key {where!r} is missing."
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message[:1].lower()}{message[1:].rstrip('.')}."
+    text = f"{message[:1].lower()}{message[1:].rstrip('.')}."
+    return f"{where}: {text}" if where else text
 
 
 def _table(place: list[str]) -> type[BaseModel]:
@@ -139,6 +142,7 @@ def _table(place: list[str]) -> type[BaseModel]:
         "evaluate": EvaluateTable,
         "checkpoint": CheckpointTable,
         "schedule": Schedule,
+        "optimizer": OptimizerTable,
     }
     return tables.get(place[0], Job) if place else Job
 
@@ -149,6 +153,7 @@ def describe_job(job: Job) -> str:
     plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     lines = [f"{key} = {_toml(value)}" for key, value in plain.items()]
+    lines += ["evaluate = false"] if job.evaluate is None else []
     for key, table in tables.items():
         lines += ["", f"[{key}]", *(f"{name} = {_toml(value)}" for name, value in table.items())]
     return "\n".join(lines)

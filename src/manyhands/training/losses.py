@@ -26,10 +26,10 @@ def make_loss(name: str, anchors: Anchors, num_classes: int) -> Loss:
         case "cross_entropy":
             return _cross_entropy
         case "mse":
-            return lambda outputs, targets: F.mse_loss(outputs, targets.to(outputs.dtype))
+            return lambda outputs, targets: F.mse_loss(outputs, _shaped(targets, outputs))
         case "bce":
             return lambda outputs, targets: F.binary_cross_entropy_with_logits(
-                outputs, targets.to(outputs.dtype).reshape(outputs.shape)
+                outputs, _shaped(targets, outputs)
             )
         case "yolov2":
             return RegionLoss(anchors, num_classes)
@@ -38,6 +38,16 @@ def make_loss(name: str, anchors: Anchors, num_classes: int) -> Loss:
         return loss
     hint = nearest(name, LOSSES) or f" There are {', '.join(LOSSES)} and file.py:function."
     raise RequestError(f"no loss is called {name!r}.{hint}")
+
+
+def _shaped(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Targets like the outputs; what would be broadcast is refused."""
+    if targets.numel() != outputs.numel():
+        raise RequestError(
+            f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}: "
+            "this loss compares number by number."
+        )
+    return targets.to(outputs.dtype).reshape(outputs.shape)
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -72,8 +82,9 @@ class Accuracy:
         self.right = self.seen = 0
 
     def add(self, outputs: Any, targets: Tensor) -> None:
-        self.right += int((outputs.argmax(1) == targets).sum())
-        self.seen += len(targets)
+        labels = targets.argmax(1) if targets.is_floating_point() else targets  # probabilities of classes
+        self.right += int((outputs.argmax(1) == labels).sum())
+        self.seen += labels.numel()
 
     def value(self) -> float:
         return self.right / max(self.seen, 1)

@@ -7,7 +7,9 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import torch
+from pydantic import JsonValue
 from torch import Tensor, nn
 
 from manyhands import api, models
@@ -19,12 +21,13 @@ from manyhands.detection.anchors import VOC_ANCHORS, Anchors, kmeans_anchors
 from manyhands.detection.region import CELL_PIXELS
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
+from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.plan import Plan
 from manyhands.loading import default_input, load_cluster, load_model, parse_bytes, parse_inputs
 from manyhands.planning.feeding import Feed, feed_plan
 from manyhands.planning.lowering import Lowered
-from manyhands.training.jobs import Job
+from manyhands.training.jobs import AugmentTable, Job
 from manyhands.training.losses import choose_optimiser, make_loss
 
 # Mean and deviation of each channel, 0 to 1, of all training images (CIFAR: Krizhevsky 2009; ImageNet: as
@@ -44,12 +47,14 @@ class Facts:
     num_classes: int | None  # for a model of the zoo that takes them
     class_names: tuple[str, ...]
     anchors: Anchors
-    num_images: int
+    num_images: int  # of the first device, where each has its own
     num_test_images: int
     test_is_train: bool  # the data has no test part: what is evaluated was trained on
 
+    own_samples: int  # of each batch: what the first device brings
+
     def steps_per_epoch(self, job: Job) -> int:
-        return max(self.num_images // (job.batch * job.accumulate), 1)
+        return max(self.num_images // (self.own_samples * job.accumulate), 1)
 
     def num_steps(self, job: Job) -> int:
         return job.steps if job.steps is not None else (job.epochs or 1) * self.steps_per_epoch(job)
@@ -78,6 +83,7 @@ def find_facts(job: Job, train: Dataset, test: Dataset | None) -> Facts:
         len(train),
         0 if test is None else len(test),
         test is not None and _same_start(train, test),
+        job.batch,
     )
 
 
@@ -86,10 +92,10 @@ def _same_start(train: Dataset, test: Dataset) -> bool:
     if train.kind is Kind.OWN:  # one function, one set; what it gives may differ each time
         return train.name_of(0) == test.name_of(0)
     try:
-        one, other = (torch.as_tensor(dataset.read(0).image) for dataset in (train, test))
+        one, other = (np.asarray(dataset.read(0).image) for dataset in (train, test))
     except Damaged:
         return False
-    return train.name_of(0) == test.name_of(0) and torch.equal(one, other)
+    return train.name_of(0) == test.name_of(0) and np.array_equal(one, other)
 
 
 def _takes_classes(name: str) -> bool:
@@ -119,11 +125,25 @@ def _box_sizes(job: Job, train: Dataset) -> Tensor:
 
 
 def input_size(job: Job) -> tuple[int, int, int]:
+    if job.input is None and job.model not in models.ZOO:
+        raise RequestError('say what one image looks like: input = "3x224x224".')
     shapes = parse_inputs(job.input or default_input(job.model))
     if len(shapes) != 1 or len(shapes[0]) != 3:
         raise RequestError(f"input = {job.input!r}: a job trains on images, channels x rows x columns.")
     channels, rows, columns = shapes[0]
     return channels, rows, columns
+
+
+def sample_stream(job: Job, facts: Facts) -> dict[str, JsonValue]:
+    """What decides which images come in which step: a run that resumes must agree in all of it."""
+    augment: dict[str, JsonValue] = job.augment.model_dump(mode="json")
+    return {
+        "batch": job.batch,
+        "accumulate": job.accumulate,
+        "shuffle": job.shuffle,
+        "images": facts.num_images,
+        "augment": augment,
+    }
 
 
 def recipe(job: Job, *, training: bool) -> Recipe:
@@ -164,32 +184,52 @@ def job_cluster(job: Job) -> Cluster:
     return replace(cluster, devices=devices)
 
 
-def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Plan, Lowered]:
-    """The plan of a job. Nothing is computed; whatever cannot be is refused here."""
+def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Lowered]:
+    """The plan of a job, and the facts with what follows from it. Whatever cannot be is refused here."""
     with torch.device("meta"):
         model = build_model(job, facts)
     graph = api.trace(model.train(), example(job)).graph
     plan = api.plan(graph, cluster, job.strategy)
     lowered = api.lower(graph, plan, clip=job.clip is not None)
-    feed_plan(lowered, Feed(job.feed))
-    return plan, lowered
+    samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]
+    if job.evaluate is not None:
+        _check_evaluation(model, job, plan)
+    return replace(facts, own_samples=len(samples)), lowered
+
+
+def _check_evaluation(model: nn.Module, job: Job, plan: Plan) -> None:
+    """A model that computes other layers in evaluation would fail only after an epoch."""
+    graph = api.trace(model.eval(), example(job)).graph
+    try:
+        api.lower(graph, replace(plan, graph=graph_digest(graph)))
+    except RequestError as error:
+        raise RequestError(
+            f"{job.model} computes other layers in evaluation than in training ({error}). "
+            "Set evaluate = false, or let it compute the same ones."
+        ) from None
 
 
 def check(job: Job, train: Dataset, facts: Facts, lowered: Lowered) -> None:
     """Refuse what would only fail inside a device."""
     choose_optimiser(job.optimizer.name, job.optimizer.model_dump(exclude={"name"}))
-    make_loss(job.loss, facts.anchors, facts.num_classes or 1)
+    make_loss(job.loss, facts.anchors, len(facts.class_names) or 1)
     recipe(job, training=True)
     if job.loss == "yolov2" and train.kind is not Kind.BOXES:
         raise RequestError(f'loss = "yolov2" needs data with boxes; {job.data} has none.')
+    if job.loss != "yolov2" and ":" not in job.loss and train.kind is Kind.BOXES:
+        raise RequestError(
+            f'{job.data} has boxes, which loss = "{job.loss}" cannot learn. Use loss = "yolov2".'
+        )
+    if train.kind is Kind.OWN and job.augment != AugmentTable():
+        raise RequestError("augment is for images; a data set of one's own gives its tensors as they are.")
     outputs = lowered.graph.by_name()[lowered.graph.outputs[0]].shape
     if job.loss == "cross_entropy" and len(outputs) >= 2:
         check_labels(train, outputs[1])
     if train.kind is not Kind.OWN:
         with Loader(train, recipe(job, training=False), 1, 0, False, training=False, ahead=0) as loader:
             loader.take(0)  # an image of another size shows here already
-    if len(train) < job.batch * job.accumulate:
+    if len(train) < facts.own_samples * job.accumulate:
         raise RequestError(
-            f"a step takes {job.batch * job.accumulate} images, {job.data} has {len(train)}. "
+            f"a step takes {facts.own_samples * job.accumulate} images, {job.data} has {len(train)}. "
             "Take a smaller batch."
         )

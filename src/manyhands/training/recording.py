@@ -132,7 +132,7 @@ class Recorder:
 
     def _print(self, text: str) -> None:
         if not self.quiet and not self.as_json:
-            self.bar.console.print(text, highlight=False)
+            self.bar.console.print(text, highlight=False, markup=False)
 
     def _chart(self, name: str, value: float, step: int) -> None:
         if self.board is not None:
@@ -146,7 +146,9 @@ class Recorder:
             if (limit := self.limits.get(name)) and facts["peak_bytes"] > limit
         ]
         seconds = round(time.monotonic() - self.begun, 1)
-        return self.last | self.metrics | {"seconds": seconds, "devices": self.devices, "over_memory": over}
+        damaged = {name: reason for found in self.damaged.values() for name, reason in found.items()}
+        facts = {"seconds": seconds, "devices": self.devices, "over_memory": over, "damaged": damaged}
+        return self.last | self.metrics | facts
 
 
 def _tensorboard(folder: Path) -> Any:

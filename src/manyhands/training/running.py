@@ -6,7 +6,7 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from manyhands.data.batches import Loader
-from manyhands.errors import RunError
+from manyhands.errors import RequestError, RunError
 from manyhands.ir.codec import decode, encode
 from manyhands.ir.geometry import Tile
 from manyhands.ir.plan import Plan
@@ -32,7 +32,7 @@ from manyhands.training.losses import OptimiserChoice, choose_optimiser, make_lo
 from manyhands.training.manifests import Facts as Saved
 from manyhands.training.manifests import OptimiserFacts
 from manyhands.training.preparing import Facts
-from manyhands.training.trainer import Settings, Trainer
+from manyhands.training.trainer import Settings, Trainer, Whole
 
 REPORT_EVERY = 10  # steps between two looks at all devices
 
@@ -73,7 +73,7 @@ class Runner:
         self.choice: OptimiserChoice = choose_optimiser(
             self.job.optimizer.name, self.job.optimizer.model_dump(exclude={"name"})
         )
-        self.loss = make_loss(self.job.loss, self.facts.anchors, self.facts.num_classes or 1)
+        self.loss = make_loss(self.job.loss, self.facts.anchors, len(self.facts.class_names) or 1)
         self.trainer = self._trainer()
         self.channels_last: list[JsonValue] = [
             bool(last) for last in self._everyone([int(self.trainer.channels_last or 0)])
@@ -106,7 +106,6 @@ class Runner:
         trainer = Trainer(
             model, (preparing.example(job),), self.agreed.plan, self.transport, self.device, settings
         )
-        del model  # what this device does not hold is freed
         trainer.worker.use_optimiser(self.choice.make)
         trainer.passes = self.agreed.start * job.accumulate
         if self.agreed.start:
@@ -117,6 +116,8 @@ class Runner:
         elif job.init is not None:
             given = checkpoints.load_model_file(Path(job.init)).tensors if self.is_first else None
             trainer.restore(given, {})
+        else:  # the first device's weights count: a model of one's own may draw them in its own way
+            trainer.restore(Whole(model) if self.is_first else None, {})
         return trainer
 
     # ---- data ------------------------------------------------------------------------------------------
@@ -126,7 +127,21 @@ class Runner:
         """The data sets this device reads, if it reads any."""
         if Feed(self.job.feed) is Feed.SOURCE and not self.is_first:
             return None
-        return preparing.datasets(self.job, self.device)
+        train, test = preparing.datasets(self.job, self.device)
+        counts = (len(train), 0 if test is None else len(test))
+        told = (self.facts.num_images, self.facts.num_test_images)
+        first = self.place.devices[0]
+        if Feed(self.job.feed) is Feed.REPLICATED and counts != told:
+            raise RequestError(
+                f"{self.device} has {counts[0]} training and {counts[1]} test images, {first} has "
+                f'{told[0]} and {told[1]}. Give all the same files, or use feed = "source".'
+            )
+        if train.classes != self.facts.class_names:
+            raise RequestError(
+                f"{self.device} has the classes {', '.join(train.classes)}; {first} has "
+                f"{', '.join(self.facts.class_names)}. Give all the same classes."
+            )
+        return train, test
 
     def loader(self, *, training: bool) -> Loader | None:
         """Batches of this device's part of the images: its tile, or its samples, or none."""
@@ -151,39 +166,38 @@ class Runner:
         if loader is None:
             return (), None
         images, targets = loader.take(number)
-        return (images.to(preparing.precision(self.job)[0]),), targets
+        return (images,), targets
 
     # ---- the loop --------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """All steps, from where the run stands to its end or its target."""
         job, loader = self.job, self.loader(training=True)
-        start, value = time.perf_counter(), None
-        say("start", step=self.agreed.start, num_steps=self.num_steps, epoch=self._epoch_steps)
-        saved = self.agreed.start
+        seconds, value = 0.0, None
+        say("start", step=self.agreed.start, num_steps=self.num_steps, steps_per_epoch=self._epoch_steps)
+        damaged = 0
         for step in range(self.agreed.start, self.num_steps):
             self._set_rate(step)
-            first = step * job.accumulate
-            batches = [self.take(loader, first + index) for index in range(job.accumulate)]
-            loss = self.trainer.step(*batches)
+            numbers = range(step * job.accumulate, (step + 1) * job.accumulate)
+            start = time.perf_counter()
+            loss = self.trainer.step(*(partial(self.take, loader, number) for number in numbers), cut=True)
+            seconds += time.perf_counter() - start
             self._check(loss, step)
-            if loader is not None and loader.damaged and step % REPORT_EVERY == 0:
+            if loader is not None and len(loader.damaged) > damaged:
+                damaged = len(loader.damaged)
                 say("damaged", files=loader.damaged)
-            self._report(step, loss, time.perf_counter() - start)
+            self._report(step, loss, seconds)
             done = step + 1
+            if saved := self.due(done, job.checkpoint.every):
+                self.save(done)
             if self.due(done, job.evaluate.every if job.evaluate else None) and self.facts.num_test_images:
                 value = self.evaluate(done)
-            reached = self._reached(value)
-            if self.due(done, job.checkpoint.every) or reached:
-                self.save(done)
-                saved = done
-            if reached:
+            if self._reached(value):
+                if not saved:
+                    self.save(done)
                 break
-        if saved < self.num_steps and not self._reached(value):
-            self.save(self.num_steps)
         self.finish(value)
         if loader is not None:
-            say("damaged", files=loader.damaged)
             loader.close()
 
     @property
@@ -245,12 +259,12 @@ class Runner:
         assert job.evaluate is not None
         start = time.perf_counter()
         metric = make_metric(
-            job.loss, self.loss, self.facts.anchors, self.facts.num_classes or 1, job.evaluate.threshold
+            job.loss, self.loss, self.facts.anchors, len(self.facts.class_names) or 1, job.evaluate.threshold
         )
         loader = self.loader(training=False)
         count = 0
         for number in range(self._evaluation_steps(loader)):
-            outputs, targets = self.trainer.predict(*self.take(loader, number))
+            outputs, targets = self.trainer.predict(*self.take(loader, number), cut=True)
             valid = job.batch
             if Feed(job.feed) is not Feed.LOCAL:
                 valid = min(valid, self.facts.num_test_images - number * job.batch)
@@ -280,6 +294,11 @@ class Runner:
         assert loader is not None
         own = torch.tensor([len(loader.dataset) // max(self.trainer.samples, 1)])
         dist.all_reduce(own, dist.ReduceOp.MIN)
+        if not int(own):
+            raise RequestError(
+                f"a device has fewer test images than its {self.trainer.samples} of a batch. "
+                "Give it more, or set evaluate = false."
+            )
         return int(own)
 
     def _reached(self, value: float | None) -> bool:
@@ -309,10 +328,8 @@ class Runner:
             optimiser=OptimiserFacts(
                 name=self.choice.kind.__name__, groups=(_plain(self.choice.options | {"lr": self.rate}),)
             ),
-            notes={
-                "batch": job.batch,
-                "accumulate": job.accumulate,
-                "data": job.data,
+            notes=preparing.sample_stream(job, self.facts)
+            | {
                 "devices": list(self.place.devices),
                 "channels_last": list(self.channels_last),
             },

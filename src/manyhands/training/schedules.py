@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import cos, pi
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Schedule(BaseModel):
@@ -21,6 +21,14 @@ class Schedule(BaseModel):
     final: float = Field(default=0.0, ge=0, description="cosine: the factor at the end")
     at: tuple[int, ...] = Field(default=(), description="steps: where the factor changes")
     factor: float = Field(default=0.1, gt=0, description="steps: what it is multiplied by")
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> Schedule:
+        used = {"constant": set(), "cosine": {"final"}, "steps": {"at", "factor"}}[self.name]
+        for key in ("final", "at", "factor"):
+            if key not in used and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} means nothing to {self.name}")
+        return self
 
     def at_step(self, step: int, num_steps: int) -> float:
         """The factor of the learning rate at this step of a run of so many."""

@@ -14,21 +14,21 @@ from manyhands.training.jobs import Job
 from manyhands.training.preparing import Facts
 
 NUM_IMAGES = 16
-SURE = 0.3  # what is less sure than this is not drawn
+SURE = 0.2  # what is less sure than this is not drawn
 
 
-def detection_sheet(job: Job, facts: Facts) -> Path:
+def detection_sheet(job: Job, facts: Facts, device: str) -> Path:
     """Where the sheet was written: beside the checkpoints of the job."""
     model = preparing.build_model(job, facts).float()
     model.load_state_dict(dict(checkpoints.load_model_file(Path(job.save or "")).tensors))
-    _, test = preparing.datasets(job, "")
+    _, test = preparing.datasets(job, device)
     assert test is not None
     pictures = []
     recipe = preparing.recipe(job, training=False)
     with Loader(test, recipe, 1, 0, False, training=False) as loader, torch.no_grad():
         for number in range(min(NUM_IMAGES, len(test))):
             images, _ = loader.take(number)
-            (found,) = detect(model.eval()(images), facts.anchors, facts.num_classes or 1, SURE)
+            (found,) = detect(model.eval()(images), facts.anchors, len(facts.class_names) or 1, SURE)
             picture = to_picture(_shown(images[0], recipe.mean, recipe.std))
             pictures.append(draw(picture, found.boxes, found.labels, found.scores, facts.class_names))
     path = Path(job.folder or ".") / "detections.png"

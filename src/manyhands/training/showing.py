@@ -11,6 +11,7 @@ from rich.console import Console
 from manyhands.reporting.text import amount, plan_view
 from manyhands.training.jobs import Job
 from manyhands.training.recording import Recorder
+from manyhands.training.sheets import SURE, detection_sheet
 from manyhands.training.starting import Start, make_ready, plan_facts, train
 
 
@@ -44,13 +45,22 @@ def _introduce(console: Console, start: Start) -> None:
             f"Note: batch norm sees each of the {start.job.accumulate} batches of a step alone, as plain "
             "PyTorch does when it accumulates; that is not the same as one large batch.",
             highlight=False,
+            markup=False,
         )
     if start.job.precision == "bfloat16":
-        console.print("Note: bfloat16 is not exact to float32's rounding.", highlight=False)
+        console.print("Note: bfloat16 is not exact to float32's rounding.", highlight=False, markup=False)
     if start.checkpoint is not None:
         for warning in start.checkpoint.warnings:
-            console.print(f"Passed over: {warning}", highlight=False)
-        console.print(f"Going on from {start.checkpoint.path}.", highlight=False)
+            console.print(f"Passed over: {warning}", highlight=False, markup=False)
+        console.print(
+            f"Going on from {start.checkpoint.path}{_what_is_left(start)}.", highlight=False, markup=False
+        )
+
+
+def _what_is_left(start: Start) -> str:
+    assert start.checkpoint is not None and start.facts is not None
+    left = start.facts.num_steps(start.job) - start.checkpoint.manifest.step
+    return f", {left} steps to go" if left > 0 else ": all its steps are done; give the job more to go on"
 
 
 def _has_batch_norm(start: Start) -> bool:
@@ -62,24 +72,31 @@ def _has_batch_norm(start: Start) -> bool:
 
 
 def _conclude(console: Console, job: Job, summary: dict[str, Any]) -> None:
-    parts = [f"{summary.get('step', 0)} steps in {summary['seconds']:.0f} s"]
+    done = f"step {summary['step']} reached" if "step" in summary else "no step was left to take"
+    parts = [f"{done} in {summary['seconds']:.0f} s"]
     if summary.get("loss") is not None:
         parts.append(f"loss {summary['loss']:.4f}")
     if "metric" in summary:
         parts.append(f"{summary['metric']} {summary['value']:.4f}")
-    console.print("; ".join(parts) + ".", highlight=False)
+    console.print("; ".join(parts) + ".", highlight=False, markup=False)
     for device, facts in summary["devices"].items():
         console.print(
             f"  {device}: {amount(facts['sent_bytes'])} sent, peak memory {amount(facts['peak_bytes'])}",
             highlight=False,
+            markup=False,
         )
+    if summary["damaged"]:
+        names = ", ".join(sorted(summary["damaged"]))
+        console.print(f"{len(summary['damaged'])} images could not be read: {names}", markup=False)
     for device in summary["over_memory"]:
-        console.print(f"[red]{device} needed more memory than its limit.[/red]", highlight=False)
+        console.print(f"{device} needed more memory than its limit.", style="red", markup=False)
     console.print(
-        f"Model: {job.save}   metrics: {Path(job.folder or '.') / 'metrics.jsonl'}", highlight=False
+        f"Model: {job.save}   metrics: {Path(job.folder or '.') / 'metrics.jsonl'}",
+        highlight=False,
+        markup=False,
     )
     if "picture" in summary:
-        console.print(f"Detections: {summary['picture']}", highlight=False)
+        console.print(f"Detections surer than {SURE:g}: {summary['picture']}", highlight=False, markup=False)
 
 
 def _pictures(start: Start) -> Path | None:
@@ -88,6 +105,4 @@ def _pictures(start: Start) -> Path | None:
         return None
     if start.here is not None and start.cluster.names[0] not in start.here:
         return None
-    from manyhands.training.sheets import detection_sheet
-
-    return detection_sheet(start.job, start.facts)
+    return detection_sheet(start.job, start.facts, start.cluster.names[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,12 +42,19 @@ def make_ready(job: Job, name: str | None, *, resume: bool) -> Start:
     is_first = here is None or cluster.names[0] in here
     if not is_first and job.feed == "source":
         return Start(job, cluster, here, None, None, None)
+    if job.feed == "local" and here is None and len(cluster.devices) > 1 and "{device}" not in job.data:
+        raise RequestError(
+            'feed = "local": every device of this machine would read the same images. '
+            "Write {device} in `data` where their places differ."
+        )
     train, test = preparing.datasets(job, here[0] if here else cluster.names[0])
     facts = preparing.find_facts(job, train, test)
-    _, lowered = preparing.make_plan(job, facts, cluster)
+    facts, lowered = preparing.make_plan(job, facts, cluster)
     preparing.check(job, train, facts, lowered)
     if job.init is not None and is_first:
-        checkpoints.load_model_file(Path(job.init))
+        with torch.device("meta"):
+            model = preparing.build_model(job, facts)
+        checkpoints.require_shapes(checkpoints.load_model_file(Path(job.init)), model.state_dict(), job.model)
     found = _checkpoint(job, facts, resume=resume) if is_first else None
     return Start(job, cluster, here, facts, lowered, found)
 
@@ -91,7 +97,7 @@ def _checkpoint(job: Job, facts: Facts, *, resume: bool) -> checkpoints.Checkpoi
     checkpoints.require_model(found, model.state_dict(), job.model)
     manifest = found.manifest
     optimiser = choose_optimiser(job.optimizer.name, job.optimizer.model_dump(exclude={"name"})).kind.__name__
-    here = {"seed": job.seed, "batch": job.batch, "accumulate": job.accumulate, "optimizer": optimiser}
+    here = {"seed": job.seed, "optimizer": optimiser} | preparing.sample_stream(job, facts)
     there_said = {"seed": manifest.seed, "optimizer": manifest.optimiser.name} | manifest.notes
     for key, value in here.items():
         if there_said.get(key, value) != value:
@@ -119,8 +125,7 @@ def train(start: Start, recorder: Recorder) -> dict[str, Any]:
         if device == speaker or event["event"] in ("damaged", "saved"):
             recorder.event(device, event)
 
-    with ExitStack() as stack:
-        stack.enter_context(recorder)
+    with recorder:
         options: dict[str, Any] = {}
         if start.here is not None:
             options = {"here": start.here, "cluster": cluster, "facts": _common_facts(start)}
@@ -130,7 +135,10 @@ def train(start: Start, recorder: Recorder) -> dict[str, Any]:
 
 def _common_facts(start: Start) -> dict[str, str]:
     """What must be equal on every machine: the job, and where it could be made here, the plan."""
-    shared = start.job.model_dump(exclude={"folder", "save", "init", "cluster", "data", "evaluate"})
+    job = start.job
+    shared = job.model_dump(exclude={"folder", "save", "init", "cluster", "data", "evaluate"})
+    shared["evaluate"] = job.evaluate and job.evaluate.model_dump(exclude={"data"})
+    shared["init"] = job.init is not None
     facts = {"job": _digest(repr(sorted(shared.items())))}
     if start.lowered is not None and start.job.feed != "source":
         facts |= {"model": start.lowered.plan.graph, "plan": _digest(to_json(start.lowered.plan))}

@@ -59,6 +59,10 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return self._file.get_slice(name)[index]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read for that."""
+        return tuple(self._file.get_slice(name).get_shape())
+
     def metadata(self) -> dict[str, str]:
         return dict(self._file.metadata() or {})
 

@@ -28,7 +28,7 @@ from manyhands.runtime.worker import Batch, Worker
 from manyhands.tracing.graphs import trace
 
 Loss = Callable[[Any, Tensor], Tensor]  # of the outputs (one tensor, or a tuple of several) and the targets
-MakeOptimiser = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Given = tuple[Sequence[Tensor], Tensor | None]  # inputs and targets
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,18 @@ class Settings:
     mixed: torch.dtype | None = None  # convolutions and linear layers compute in this type
     feed: Feed = Feed.REPLICATED
     channels_last: bool | None = None  # None: whichever is faster here, measured now
+
+
+class Whole(dict[str, Tensor]):
+    """A model's own tensors, to be read in parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(
+            {name: tensor.detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+        )
+
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        return self[name][index]
 
 
 class Trainer:
@@ -73,8 +85,9 @@ class Trainer:
         self.worker.seed, self.worker.clip_norm = settings.seed, settings.clip_norm
         self.worker.mixed = settings.mixed
         self.feeding = feed_plan(self.lowered, settings.feed)
-        self.feeder = _feeder(self.feeding, device, transport)
+        self.feeder = _feeder(self.feeding, device, transport, traced.graph)
         self._untrained = _hollow(model), example
+        self._aliases, self._still = _never_read(model, traced.graph)
         self._evaluator: Worker | None = None
         self.passes = 0  # batches seen: decides dropout
 
@@ -92,40 +105,51 @@ class Trainer:
     def holds_outputs(self) -> bool:
         return LossStep() in self.worker.program.steps
 
-    def step(self, *batches: tuple[Sequence[Tensor], Tensor | None]) -> float | None:
-        """One optimiser step over batches of (inputs, targets), their losses averaged; that average."""
-        work = []
-        for inputs, targets in batches:
-            tiles, everything = self._bring(inputs, targets)
-            loss = _weighed(self.settings.loss, everything, 1 / len(batches))
-            work.append(Batch(tiles, loss, self.passes, self.worker.territory.inputs))
-            self.passes += 1
-        return self.worker.step(*work)
+    def step(self, *batches: Given | Callable[[], Given], cut: bool = False) -> float | None:
+        """One optimiser step over batches of (inputs, targets), their losses averaged; that average.
 
-    def predict(self, inputs: Sequence[Tensor], targets: Tensor | None) -> tuple[Any, Tensor]:
+        A batch may be a function that makes it when its turn comes. `cut`: replicated inputs are given as
+        the tile that is read here, not whole.
+        """
+        return self.worker.step(*(self._batch(given, 1 / len(batches), cut) for given in batches))
+
+    def _batch(self, given: Given | Callable[[], Given], weight: float, cut: bool) -> Callable[[], Batch]:
+        def make() -> Batch:
+            inputs, targets = given() if callable(given) else given
+            tiles, everything = self._bring(inputs, targets, cut)
+            self.passes += 1
+            loss = _weighed(self.settings.loss, everything, weight)
+            return Batch(tiles, loss, self.passes - 1, self.worker.territory.inputs)
+
+        return make
+
+    def predict(
+        self, inputs: Sequence[Tensor], targets: Tensor | None, *, cut: bool = False
+    ) -> tuple[Any, Tensor]:
         """Outputs (None where this device does not hold them) and targets of a batch, in evaluation mode."""
         evaluator = self._evaluating()
-        tiles, everything = self._bring(inputs, targets)
+        tiles, everything = self._bring(inputs, targets, cut)
         batch = Batch(tiles, _no_loss, 0, self.worker.territory.inputs)
         outputs = evaluator.predict(batch)
         return (None if outputs is None else _single(outputs)), everything
 
-    def _bring(self, inputs: Sequence[Tensor], targets: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Tiles and all targets. Replicated inputs may come whole or already cut to what is read here."""
+    def _bring(
+        self, inputs: Sequence[Tensor], targets: Tensor | None, cut: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The tiles that are read here, and all targets."""
         if self.feeder is not None:
-            return self.feeder.bring(inputs, targets, [_dtype(layer.dtype) for layer in _inputs(self.graph)])
+            return self.feeder.bring(inputs, targets)
         tiles = []
         for layer, tensor, tile in zip(
             _inputs(self.graph), inputs, self.worker.territory.inputs, strict=True
         ):
-            if tuple(tensor.shape) == tile.shape:
-                tiles.append(tensor)
-            elif tuple(tensor.shape) == layer.shape:
-                tiles.append(tensor[tuple(slice(s.start, s.stop) for s in tile.spans)])
-            else:
+            expected = tile.shape if cut else layer.shape
+            if tuple(tensor.shape) != expected:
                 raise RequestError(
-                    f"a batch of {_shape(tensor.shape)} came where the plan is for {_shape(layer.shape)}."
+                    f"a batch of {_shape(tensor.shape)} came where the plan is for {_shape(expected)}."
                 )
+            part = tensor if cut else tensor[tuple(slice(s.start, s.stop) for s in tile.spans)]
+            tiles.append(part.to(_dtype(layer.dtype)))
         assert targets is not None
         return tuple(tiles), targets
 
@@ -167,17 +191,32 @@ class Trainer:
 
     def collect(self) -> State | None:
         """The whole model and optimiser, on the first device; all devices have to call this."""
-        return collect(self.worker, self.keeping())
+        state = collect(self.worker, self.keeping())
+        if state is not None:
+            state.model |= self._still | {name: state.model[of] for name, of in self._aliases.items()}
+        return state
 
     def restore(self, model: Stored | None, optimiser: dict[str, Tensor]) -> None:
         """Go on from a state that the first device has; all devices have to call this."""
         restore(self.worker, self.keeping(), model, optimiser)
 
 
-def _feeder(feeding: Feeding, device: str, transport: Transport) -> Feeder | None:
+def _feeder(feeding: Feeding, device: str, transport: Transport, graph: Graph) -> Feeder | None:
     if feeding.feed is Feed.REPLICATED:
         return None
-    return Feeder(transport, device, feeding.samples, feeding.reads[device], feeding.ways)
+    shapes = tuple(layer.shape for layer in _inputs(graph))
+    dtypes = tuple(_dtype(layer.dtype) for layer in _inputs(graph))
+    return Feeder(transport, device, feeding.samples, feeding.reads[device], feeding.ways, shapes, dtypes)
+
+
+def _never_read(model: nn.Module, graph: Graph) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Of a model's tensors those that no layer reads: other names of read ones, and such as never change."""
+    state, known = model.state_dict(keep_vars=True), graph.parameters()
+    names = {id(state[name]): name for name in known if name in state}
+    others = {name: tensor for name, tensor in state.items() if name not in known}
+    aliases = {name: names[id(tensor)] for name, tensor in others.items() if id(tensor) in names}
+    still = {name: t.detach().clone() for name, t in others.items() if name not in aliases}
+    return aliases, still
 
 
 def _hollow(model: nn.Module) -> nn.Module:
