@@ -28,7 +28,7 @@ test: check
 	$(PYTEST) $(ARCHITECTURE)
 	$(if $(PURE),$(PARALLEL) $(PURE))
 	$(if $(ONE_PROCESS),$(PARALLEL) $(ONE_PROCESS))
-	$(if $(MANY_PROCESS),$(PYTEST) $(MANY_PROCESS))
+	$(if $(MANY_PROCESS),OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile $(MANY_PROCESS))
 
 test-slow: .venv/installed-test
 	$(PYTEST) -m slow

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import in_process
+
 CLUSTER = """
 [[device]]
 name = "pi-0"
@@ -109,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(name: str, folder: Path) -> None:
     arguments, words = MISTAKES[name]
-    ended = manyhands(*(argument.format(folder=folder) for argument in arguments))
+    ended = in_process(*(argument.format(folder=folder) for argument in arguments))
     assert ended.returncode == 2, ended.stderr
     assert words in ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
@@ -140,7 +142,7 @@ def test_a_plan_that_is_exact_is_exit_code_0_and_json_says_so() -> None:
 def test_a_saved_plan_is_verified_as_it_is(tmp_path: Path) -> None:
     """It was made for float32, and is proved in float64."""
     path = tmp_path / "plan.json"
-    saved = manyhands("plan", "demo", "--devices", "2", "--strategy", "columns", "--save", str(path))
+    saved = in_process("plan", "demo", "--devices", "2", "--strategy", "columns", "--save", str(path))
     assert saved.returncode == 0 and path.is_file()
     ended = manyhands("verify", "demo", "--devices", "2", "--batch", "8", "--plan", str(path), "--json")
     assert ended.returncode == 0, ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
@@ -18,6 +17,7 @@ from manyhands import models
 from manyhands.runtime.hosts import local_addresses
 from manyhands.training import checkpoints
 from manyhands.training.checkpoints import Facts, OptimiserFacts
+from tests.cli.commands import in_process
 
 JOB = """
 model = "demo"
@@ -37,12 +37,6 @@ address = "{second}"
 [network]
 port = {port}
 """
-
-
-def manyhands(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "manyhands.cli", *arguments], capture_output=True, text=True, timeout=120
-    )
 
 
 def job(folder: Path, old: str = "", new: str = "", more: str = "") -> str:
@@ -257,7 +251,7 @@ def one_line_and_two(finished: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_one_line(mistake: Callable[[Path], list[str]], tmp_path: Path) -> None:
-    line = one_line_and_two(manyhands("train", *mistake(tmp_path), "--quiet"))
+    line = one_line_and_two(in_process("train", *mistake(tmp_path), "--quiet"))
     assert MISTAKES[mistake] in line
 
 
@@ -267,7 +261,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         path = clusters(tmp_path, "127.0.0.1", "127.0.0.1", port)
-        line = one_line_and_two(manyhands("train", path, "--as", "pi-0", "--quiet"))
+        line = one_line_and_two(in_process("train", path, "--as", "pi-0", "--quiet"))
     assert str(port) in line and "port" in line
 
 
@@ -286,7 +280,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "450k") as disk:
         old = write_checkpoint(disk, "demo")
         path = job(tmp_path, f'"{tmp_path}/run"', f'"{disk}/run"')
-        line = one_line_and_two(manyhands("train", path, "--resume", "--quiet"))
+        line = one_line_and_two(in_process("train", path, "--resume", "--quiet"))
         assert "cannot be written" in line and "step-00000002" in line
         newest = checkpoints.newest(disk / "run" / "checkpoints")
         assert newest is not None and newest.path == old
@@ -294,9 +288,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", ["", "evaluate = false\n", 'schedule = { name = "steps", at = [3, 4] }\n'])
 def test_what_will_be_used_is_printed_and_can_be_read_again(tmp_path: Path, more: str) -> None:
-    first = manyhands("train", job(tmp_path, more=more), "--print-config")
+    first = in_process("train", job(tmp_path, more=more), "--print-config")
     assert first.returncode == 0 and 'precision = "float32"' in first.stdout
     again = tmp_path / "again.toml"
     again.write_text(first.stdout)
-    assert manyhands("train", str(again), "--print-config").stdout == first.stdout
+    assert in_process("train", str(again), "--print-config").stdout == first.stdout
     assert ("evaluate = false" in first.stdout) == ("evaluate" in more)

@@ -1,4 +1,4 @@
-"""The VGGs of the zoo with a narrow classifier: their features are the real ones, their 100M weights are not."""
+"""A VGG of the zoo with a narrow classifier: its features are the real ones, its 100M weights are not."""
 
 from torch import nn
 
@@ -22,7 +22,3 @@ def _narrow(name: str) -> nn.Module:
 
 def vgg11_bn() -> nn.Module:
     return _narrow("vgg11-bn")
-
-
-def vgg16() -> nn.Module:
-    return _narrow("vgg16")
