@@ -185,15 +185,21 @@ def load_cluster(path: Path | None, num_devices: int | None) -> Cluster:
     )
 
 
-def _validated(path: Path) -> ClusterFile:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file that a person wrote."""
     try:
-        return ClusterFile.model_validate(tomllib.loads(path.read_text()))
+        return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise RequestError(f"there is no file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise RequestError(f"{path} is not TOML: {error}") from None
+
+
+def _validated(path: Path) -> ClusterFile:
+    try:
+        return ClusterFile.model_validate(read_toml(path))
     except ValidationError as error:
         raise RequestError(f"{path}: {_first_problem(error)}") from None
 

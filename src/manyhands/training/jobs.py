@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from manyhands.errors import RequestError
-from manyhands.loading import nearest, parse_bytes
+from manyhands.loading import nearest, parse_bytes, read_toml
 from manyhands.training.schedules import Schedule
 
 
@@ -97,14 +96,7 @@ class Job(_Strict):
 
 def load_job(path: Path) -> Job:
     """The job in a file, with all defaults filled in."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise RequestError(f"there is no file {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"{path} is not TOML: {error}") from None
+    values = read_toml(path)
     values.setdefault("folder", f"runs/{path.stem}")
     values.setdefault("save", f"{values['folder']}/model.safetensors")
     if "steps" not in values and "epochs" not in values:
