@@ -13,6 +13,7 @@ from manyhands.ir.codec import graph_digest
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.planning.checking import check, validate
+from manyhands.planning.deciding import Decision, Option, decide
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.lowering import lower as lower_plan
 from manyhands.planning.simulation import Timeline
@@ -39,15 +40,45 @@ def plan(
     *,
     shares: Sequence[int] = (),
     fuse: Sequence[str] | None = None,
+    required: Sequence[str] = (),
 ) -> Plan:
-    """Who computes what. `strategy` is a name (`rows`), a product (`batch:2,rows:2`) or several."""
+    """Who computes what. `strategy` is `auto`, a name (`rows`), a product (`batch:2,rows:2`) or several.
+
+    `auto` takes the plan with the shortest forecast that fits the memory of every device; it may leave
+    devices out, but not those that are `required`.
+    """
     cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
-    if strategy == "auto":  # until plans are searched for: the batch where it reaches, else rows
-        strategy = "batch" if graph.layers[0].shape[0] >= len(cluster.devices) else "rows"
-        strategy = "single" if len(cluster.devices) == 1 else strategy
+    if strategy == "auto" and not shares and fuse is None:
+        return fitting(choose(graph, cluster, required=required), cluster).plan
+    if strategy == "auto":
+        raise RequestError("shares and fused groups need a strategy by name; `auto` finds its own.")
     return plan_by_name(
         graph, cluster.names, strategy, shares=tuple(shares), fuse=None if fuse is None else tuple(fuse)
     )
+
+
+def choose(graph: Graph, cluster: Cluster, *, required: Sequence[str] = ()) -> Decision:
+    """The best plan for a cluster, and what else there was."""
+    return decide(graph, cluster, required=tuple(required))
+
+
+def fitting(decision: Decision, cluster: Cluster) -> Option:
+    """The plan that was chosen. Where none fits, the error says what is short where."""
+    if decision.best is not None:
+        return decision.best
+    nearest = decision.smallest
+    short = [
+        f"{device} needs {_megabytes(need)} of its {_megabytes(limit)}"
+        for device, need, limit in nearest.over
+    ]
+    raise RequestError(
+        f"nothing fits: under the smallest plan ({nearest.name}) {', '.join(short)}. Take a smaller batch or "
+        "input, or more devices; `manyhands plan` says which would do."
+    )
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
 
 
 def lower(graph: Graph, chosen: Plan, *, clip: bool = False) -> Lowered:

@@ -36,6 +36,7 @@ Shares = Annotated[str | None, typer.Option("--shares", help="Unequal shares, on
 Fuse = Annotated[
     str | None, typer.Option("--fuse", help="Fused groups end after these layers: conv1,layer2.0.relu.")
 ]
+Memory = Annotated[str | None, typer.Option("--memory", help="Limit of each device: 900MB.")]
 Json = Annotated[bool, typer.Option("--json", help="The same facts as JSON.")]
 
 
@@ -56,6 +57,21 @@ def main() -> None:
 def _fail(message: str, code: int) -> NoReturn:
     print(f"manyhands: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def _check_drawing(path: Path) -> None:
+    """Found out before anything is planned."""
+    if path.suffix != ".svg":
+        raise RequestError(f"--draw {path}: drawings are SVG. Name it {path.stem}.svg.")
+    if not path.parent.is_dir():
+        raise RequestError(f"--draw {path}: there is no folder {path.parent}.")
 
 
 def _show(renderable: Any) -> None:
@@ -116,27 +132,33 @@ def plan(
     strategy: Strategy = "auto",
     shares: Shares = None,
     fuse: Fuse = None,
+    memory: Memory = None,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan to this file (JSON).")] = None,
+    draw: Annotated[Path | None, typer.Option("--draw", help="Draw the plan into this file (SVG).")] = None,
     program: Annotated[str | None, typer.Option("--program", help="Print this device's steps.")] = None,
     as_json: Json = False,
 ) -> None:
     """Print who computes what, what travels and what it is expected to cost. Nothing is computed."""
+    if draw is not None:
+        _check_drawing(draw)
+    from manyhands.advising import explained
     from manyhands.requests import Request
 
-    request = Request.read(model, input, batch, cluster, devices, strategy, shares, fuse)
-    lowered = request.lower(request.plan())
-    if program is not None:
-        print(request.program(lowered, program))
-        return
+    request = Request.read(model, input, batch, cluster, devices, strategy, shares, fuse, memory=memory)
+    lowered, facts = explained(request)
+    steps = None if program is None else request.program(lowered, program)
     from manyhands.ir.codec import encode, to_json
-    from manyhands.planning.summary import summarise
 
-    facts = summarise(lowered, request.cluster)
     if save is not None:
-        try:
-            save.write_text(to_json(lowered.plan) + "\n")
-        except OSError as error:
-            raise RequestError(f"{save} cannot be written: {error.strerror}.") from None
+        _write(save, to_json(lowered.plan) + "\n")
+    if draw is not None:
+        from manyhands.planning.picturing import picture
+        from manyhands.reporting.drawing import draw as drawn
+
+        _write(draw, drawn(picture(Path(request.model).name, facts, lowered)))
+    if steps is not None:
+        print(steps)
+        return
     if as_json:
         print(json.dumps({"plan": encode(lowered.plan), "facts": encode(facts)}))
         return
@@ -164,7 +186,7 @@ def verify(
 
     default = 2 if cluster is None and devices is None else devices
     request = Request.read(model, input, batch, cluster, default, strategy, shares, fuse, precision="float64")
-    chosen = request.load_plan(plan) if plan is not None else request.plan()
+    chosen = request.load_plan(plan) if plan is not None else request.plan_for_all()
     difference = prove(request, chosen, quiet=as_json)
     if as_json:
         from dataclasses import asdict

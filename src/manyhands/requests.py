@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,15 @@ from manyhands import api
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.plan import Plan
-from manyhands.loading import default_input, load_cluster, load_model, load_plan, nearest, parse_inputs
+from manyhands.loading import (
+    default_input,
+    load_cluster,
+    load_model,
+    load_plan,
+    nearest,
+    parse_bytes,
+    parse_inputs,
+)
 from manyhands.planning.lowering import Lowered
 from manyhands.tracing.graphs import Traced
 
@@ -28,6 +36,7 @@ class Request:
     shares: tuple[int, ...]
     fuse: tuple[str, ...] | None
     traced: Traced
+    precision: str = "float32"
 
     @classmethod
     def read(
@@ -41,31 +50,44 @@ class Request:
         shares: str | None,
         fuse: str | None,
         precision: str = "float32",
+        memory: str | None = None,
     ) -> Request:
         if cluster is not None and devices is not None:
             raise RequestError("give either --cluster or --devices, not both.")
         inputs = parse_inputs(input or default_input(model))
-        dtype = getattr(torch, precision)
-        with torch.device("meta"):
-            built = load_model(model).to(dtype)
-        example = tuple(torch.empty(batch, *shape, dtype=dtype, device="meta") for shape in inputs)
+        found = load_cluster(cluster, devices)
+        if memory is not None:
+            limit = parse_bytes(memory)
+            limited = tuple(replace(d, memory_bytes=d.memory_bytes or limit) for d in found.devices)
+            found = replace(found, devices=limited)
         return cls(
             model,
             inputs,
             batch,
-            load_cluster(cluster, devices),
+            found,
             strategy,
             _shares(shares),
             None if fuse is None else tuple(name.strip() for name in fuse.split(",") if name.strip()),
-            api.trace(built, *example),
+            _trace(model, inputs, batch, precision),
+            precision,
         )
+
+    def with_batch(self, batch: int) -> Request:
+        """The same with another number of images in a step."""
+        return replace(self, batch=batch, traced=_trace(self.model, self.inputs, batch, self.precision))
 
     def plan(self) -> Plan:
         return api.plan(self.traced.graph, self.cluster, self.strategy, shares=self.shares, fuse=self.fuse)
 
+    def plan_for_all(self) -> Plan:
+        """A plan in which every device takes part, also where it would be faster without some."""
+        if self.strategy != "auto":
+            return self.plan()
+        return api.plan(self.traced.graph, self.cluster, required=self.cluster.names)
+
     def load_plan(self, path: Path) -> Plan:
         plan = load_plan(path)
-        if plan.devices != self.cluster.names:
+        if not set(plan.devices) <= set(self.cluster.names):
             raise RequestError(
                 f"{path} is for {', '.join(plan.devices)}, the cluster has {', '.join(self.cluster.names)}."
             )
@@ -78,6 +100,14 @@ class Request:
         if device not in self.cluster.names:
             raise RequestError(f"no device is called {device!r}.{nearest(device, self.cluster.names)}")
         return str(lowered.program(device))
+
+
+def _trace(model: str, inputs: tuple[tuple[int, ...], ...], batch: int, precision: str) -> Traced:
+    dtype = getattr(torch, precision)
+    with torch.device("meta"):
+        built = load_model(model).to(dtype)
+    example = tuple(torch.empty(batch, *shape, dtype=dtype, device="meta") for shape in inputs)
+    return api.trace(built, *example)
 
 
 def _shares(text: str | None) -> tuple[int, ...]:

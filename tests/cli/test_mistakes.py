@@ -69,6 +69,9 @@ MISTAKES = {
     "shares in other digits": (("plan", "demo", "--devices", "2", "--shares", "²,1"), "whole number"),
     "build that fails": (("plan", "{folder}/net.py:boom", "--input", "3x8x8"), "KeyError: 'cfg'"),
     "save where nothing is": (("plan", "demo", "--save", "{folder}/no/plan.json"), "cannot be written"),
+    "drawing of another kind": (("plan", "demo", "--draw", "{folder}/plan.png"), "Name it plan.svg"),
+    "drawing where nothing is": (("plan", "demo", "--draw", "{folder}/no/plan.svg"), "there is no folder"),
+    "drawing onto a folder": (("plan", "demo", "--draw", "{folder}/taken.svg"), "cannot be written"),
     "no devices": (("plan", "demo", "--devices", "0"), "at least one"),
     "cluster and devices": (
         ("plan", "demo", "--devices", "2", "--cluster", "{folder}/good.toml"),
@@ -92,6 +95,7 @@ MISTAKES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "good.toml").write_text(CLUSTER)
+    (folder / "taken.svg").mkdir()
     (folder / "misspelt.toml").write_text(CLUSTER.replace("memory", "memmory"))
     (folder / "table.toml").write_text(CLUSTER + '[netwrk]\nlatency = "1ms"\n')
     (folder / "memory.toml").write_text(CLUSTER.replace("900MB", "plenty"))

@@ -6,6 +6,8 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from manyhands.ir.profile import Profile
+
 FIRST_PORT, NUM_PORTS = 20_000, 40_000  # where a meeting's port is looked for: 20000 to 59999
 
 
@@ -17,6 +19,8 @@ class Device:
     address: str | None = None
     memory_bytes: int | None = None
     flops_per_s: float = 4e9
+    memory_bytes_per_s: float = 2e9
+    launch_s: float = 50e-6  # to start one layer, however small
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +36,20 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices, the usual rate and latency between two of them, and the links that differ."""
+    """Devices, the usual rate and latency between two of them, and the links that differ.
+
+    Rates are those of one pair alone. Where devices share a medium, such as a radio, all of them together
+    have no more than `shared_bytes_per_s`. `cores`: of the one machine on which all devices are processes.
+    """
 
     devices: tuple[Device, ...]
     bytes_per_s: float = 12.5e6
     latency_s: float = 0.5e-3
     links: tuple[Link, ...] = ()
     port: int | None = None  # where devices of several machines meet, if somebody wants to say
+    shared_bytes_per_s: float | None = None
+    cores: int | None = None
+    profiles: tuple[Profile, ...] = ()  # of the model at hand, where it was measured
 
     @property
     def meeting_port(self) -> int:
@@ -51,6 +62,9 @@ class Cluster:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(device.name for device in self.devices)
+
+    def profile(self, name: str) -> Profile | None:
+        return next((profile for profile in self.profiles if profile.device == name), None)
 
     def device(self, name: str) -> Device:
         return next(device for device in self.devices if device.name == name)

@@ -60,7 +60,10 @@ class Tile:
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        size = 1
+        for span in self.spans:
+            size *= span.stop - span.start
+        return size
 
     def __and__(self, other: Tile) -> Tile:
         if len(self.spans) != len(other.spans):  # only the tile of nothing of a scalar has another rank

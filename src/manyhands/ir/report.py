@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manyhands.ir.geometry import Shape, Tile
 from manyhands.ir.plan import Cost
 
 
@@ -19,6 +20,7 @@ class SegmentFacts:
     received_bytes: int  # values and statistics, forward and backward
     redundant: float  # computed twice, as a part of what one device would compute
     shares: tuple[tuple[str, float], ...]  # of the operations of the segment
+    seconds: tuple[tuple[str, float], ...] = ()  # of each device, forward and backward, foreseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +43,65 @@ class PlanFacts:
     weight_bytes: tuple[tuple[str, int], ...]  # held by each device
     forecast: Cost
     measured: bool = False  # are the speeds behind the forecast measured, or nominal
+    limits: tuple[tuple[str, int | None], ...] = ()  # memory of each device
+    bound: str = ""  # what the step waits for most
+    advice: Advice | None = None  # where the plan was chosen, not named
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A named strategy with its best shares: what it would cost, or why it cannot be."""
+
+    name: str
+    seconds: float | None
+    largest_peak_bytes: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """A change of the request or the cluster, and what an image would then take as a part of now."""
+
+    change: str
+    ratio: float | None  # None: it would then fit, as now it does not, or not at all
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Why this plan: what else there was, whom it leaves out, what would help most."""
+
+    alternatives: tuple[Alternative, ...]
+    left_out: tuple[str, ...]
+    helps: tuple[Help, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutMap:
+    """One tensor, cut: who owns which tile of it, and who has to do with more of it than it owns."""
+
+    layer: str
+    shape: Shape
+    owned: tuple[tuple[str, Tile], ...]  # disjoint, together the whole; devices without a piece are missing
+    beyond: tuple[tuple[str, Tile], ...]  # tiles that a device computes or reads, where it does not own them
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSegment:
+    """What a drawing says of a segment, beside its facts."""
+
+    result: CutMap  # of its last layer
+    idle: tuple[str, ...]  # devices that compute nothing of it
+    received: tuple[tuple[str, int], ...]  # bytes that reach each device for it, forward and backward
+    earlier: tuple[tuple[int, int], ...]  # of these, what skips segments: (segment it is from, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPicture:
+    """Everything a drawing of a plan shows."""
+
+    model: str
+    facts: PlanFacts
+    inputs: tuple[CutMap, ...]
+    segments: tuple[DrawnSegment, ...]  # as in the facts
+    loss_received: tuple[tuple[str, int], ...]  # bytes that reach each device for the sake of the loss

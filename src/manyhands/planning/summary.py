@@ -6,14 +6,17 @@ from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Whole
 from manyhands.ir.program import Content, Receive
-from manyhands.ir.report import PlanFacts, SegmentFacts, WholeLayer
+from manyhands.ir.report import Advice, PlanFacts, SegmentFacts, WholeLayer
 from manyhands.planning.costs import forward_flops, weight_bytes
+from manyhands.planning.explaining import Seconds, bound, segment_seconds
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import simulate
 
 
-def summarise(lowered: Lowered, cluster: Cluster) -> PlanFacts:
+def summarise(lowered: Lowered, cluster: Cluster, advice: Advice | None = None) -> PlanFacts:
     """The facts of a plan."""
+    timeline = simulate(lowered, cluster)
+    seconds = segment_seconds(lowered, timeline)
     received = [0] * (len(lowered.plan.segments) + 1)
     for program in lowered.programs:
         for step in program.steps:
@@ -28,15 +31,19 @@ def summarise(lowered: Lowered, cluster: Cluster) -> PlanFacts:
         batch=lowered.plan.batch,
         devices=lowered.plan.devices,
         exact=lowered.plan.exact,
-        segments=tuple(_segment(lowered, i, received[i]) for i in range(len(lowered.plan.segments))),
+        segments=tuple(_segment(lowered, i, received[i], seconds[i]) for i in range(len(seconds))),
         whole=_whole(lowered),
         summed_bytes=shared,
         weight_bytes=tuple((d, weight_bytes(lowered.graph, tiles)) for d, tiles in held.items()),
-        forecast=simulate(lowered, cluster).cost,
+        forecast=timeline.cost,
+        measured=all(cluster.profile(device) is not None for device in lowered.plan.devices),
+        limits=tuple((device, cluster.device(device).memory_bytes) for device in lowered.plan.devices),
+        bound=bound(lowered, timeline, cluster),
+        advice=advice,
     )
 
 
-def _segment(lowered: Lowered, index: int, received_bytes: int) -> SegmentFacts:
+def _segment(lowered: Lowered, index: int, received_bytes: int, seconds: Seconds) -> SegmentFacts:
     segment, layers = lowered.plan.segments[index], lowered.graph.by_name()
     names = segment.layers
     flops = {
@@ -54,6 +61,7 @@ def _segment(lowered: Lowered, index: int, received_bytes: int) -> SegmentFacts:
         received_bytes=received_bytes,
         redundant=max(total - once, 0) / once,
         shares=tuple((device, count / total) for device, count in flops.items()),
+        seconds=tuple(seconds.items()),
     )
 
 

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.ir.report import PlanFacts, SegmentFacts
+from manyhands.ir.report import Advice, Help, PlanFacts, SegmentFacts
 
 
 def amount(num_bytes: float) -> str:
@@ -37,6 +37,7 @@ def plan_view(facts: PlanFacts) -> RenderableType:
         ("result", "left"),
         ("received", "right"),
         ("twice", "right"),
+        ("time", "right"),
         ("work, %", "left"),
     ):
         width = {"layers": 12, "cut": 14, "work, %": 11}.get(heading)
@@ -44,8 +45,25 @@ def plan_view(facts: PlanFacts) -> RenderableType:
     for index, segment in enumerate(facts.segments):
         table.add_row(*_segment_row(index, segment))
     parts: list[RenderableType] = [table]
+    if facts.advice is not None and facts.advice.alternatives:
+        parts += [_rivals(facts, facts.advice), Text()]
     parts += [Text(line) for line in plan_notes(facts)]
     return Group(*parts)
+
+
+def _rivals(facts: PlanFacts, advice: Advice) -> Table:
+    """The best of each named strategy beside the plan."""
+    table = Table(title="Against the named strategies, each with its best shares", box=SIMPLE)
+    table.title_justify = "left"
+    for heading, justify in (("plan", "left"), ("a step", "right"), ("largest peak", "right"), ("", "left")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    largest = max(size for _, size in facts.forecast.peak_bytes)
+    table.add_row("this one", duration(facts.forecast.seconds), amount(largest), "")
+    for other in sorted(advice.alternatives, key=lambda other: other.seconds or float("inf")):
+        seconds = "" if other.seconds is None else duration(other.seconds)
+        peak = "" if other.largest_peak_bytes is None else amount(other.largest_peak_bytes)
+        table.add_row(other.name, seconds, peak, other.note)
+    return table
 
 
 def _segment_row(index: int, segment: SegmentFacts) -> tuple[str, ...]:
@@ -55,7 +73,9 @@ def _segment_row(index: int, segment: SegmentFacts) -> tuple[str, ...]:
     twice = f"{segment.redundant:.0%}" if segment.redundant >= 0.005 else ""
     size = "x".join(map(str, segment.shape[1:])) or "1"
     received = amount(segment.received_bytes) if segment.received_bytes else ""
-    return str(index), counted, segment.layout, size, received, twice, shares
+    slowest = max((seconds for _, seconds in segment.seconds), default=0.0)
+    time = duration(slowest) if segment.seconds else ""
+    return str(index), counted, segment.layout, size, received, twice, time, shares
 
 
 def plan_notes(facts: PlanFacts) -> list[str]:
@@ -70,10 +90,40 @@ def plan_notes(facts: PlanFacts) -> list[str]:
     lines.append(f"Weights held: {weights}.")
     cost = facts.forecast
     basis = "measured speeds" if facts.measured else "nominal speeds, not measured"
-    peaks = " ".join(amount(size) for _, size in cost.peak_bytes)
     lines.append(
-        f"Forecast ({basis}): {duration(cost.seconds)} a step, {amount(cost.traffic_bytes)} on the network; "
-        f"peak tensors {peaks}."
+        f"Forecast ({basis}): {duration(cost.seconds)} a step, {amount(cost.traffic_bytes)} on the network."
     )
+    limits = dict(facts.limits)
+    peaks = [
+        f"{device} {amount(size)}" + (f" of {amount(limit)}" if (limit := limits.get(device)) else "")
+        for device, size in cost.peak_bytes
+    ]
+    lines.append(f"Peak memory: {', '.join(peaks)}.")
+    if facts.bound:
+        lines.append(f"Bound by {facts.bound}.")
+    lines += _advice_notes(facts.advice) if facts.advice else []
     lines.append("Exact: trains as one device would, to rounding." if facts.exact else "NOT exact.")
     return lines
+
+
+def _advice_notes(advice: Advice) -> list[str]:
+    lines = []
+    if advice.left_out:
+        them = "them" if len(advice.left_out) > 1 else "it"
+        lines.append(f"Left out: {', '.join(advice.left_out)}; the step is shorter without {them}.")
+    helps = [f"{each.change} {_effect(each)}" for each in _most_first(advice.helps)]
+    if helps:
+        lines.append(f"What would help: {'; '.join(helps)}.")
+    return lines
+
+
+def _most_first(helps: tuple[Help, ...]) -> list[Help]:
+    return sorted(helps, key=lambda each: float("inf") if each.ratio is None else each.ratio)
+
+
+def _effect(each: Help) -> str:
+    if each.ratio is None:
+        return f"({each.note})"
+    if each.ratio >= 0.98:
+        return "(no gain)"
+    return f"(an image takes {each.ratio:.0%} of the time)"

@@ -1,0 +1,129 @@
+"""What to say about a choice: its rivals, what would help most, and where nothing fits, what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from manyhands import api
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster, Device
+from manyhands.ir.report import Advice, Alternative, Help, PlanFacts
+from manyhands.planning.deciding import Decision, Option, Refused
+from manyhands.planning.lowering import Lowered
+from manyhands.planning.summary import summarise
+from manyhands.requests import Request
+
+SEARCHED = 600  # units of work (layers times devices) up to which changes are worked out as well
+MORE_DEVICES = (1, 2, 4)
+
+
+def explained(request: Request) -> tuple[Lowered, PlanFacts]:
+    """The plan of a request, spelled out, and all there is to say about it."""
+    if request.strategy != "auto" or request.shares or request.fuse is not None:
+        lowered = request.lower(request.plan())
+        return lowered, summarise(lowered, request.cluster)
+    decision = api.choose(request.traced.graph, request.cluster)
+    if decision.best is None:
+        raise refusal(request, decision)
+    lowered = request.lower(decision.best.plan)
+    return lowered, summarise(lowered, request.cluster, advise(request, decision))
+
+
+def advise(request: Request, decision: Decision) -> Advice:
+    """Why the plan was chosen, and what would help."""
+    best = api.fitting(decision, request.cluster)
+    named = [other for other in decision.others if isinstance(other, Refused) or other.name != "auto"]
+    return Advice(
+        tuple(_alternative(other) for other in named),
+        tuple(name for name in request.cluster.names if name not in best.plan.devices),
+        tuple(_helps(request, best)) if _quick(request) else (),
+    )
+
+
+def _quick(request: Request) -> bool:
+    return len(request.traced.graph.layers) * len(request.cluster.devices) <= SEARCHED
+
+
+def _alternative(other: Option | Refused) -> Alternative:
+    if isinstance(other, Refused):
+        return Alternative(other.name, None, None, other.reason)
+    over = ", ".join(f"{device} has too little memory" for device, _, _ in other.over)
+    return Alternative(other.name, other.cost.seconds, max(size for _, size in other.cost.peak_bytes), over)
+
+
+def _helps(request: Request, best: Option) -> Iterator[Help]:
+    """Changes, and the seconds an image would take as a part of what it takes now."""
+    now = best.cost.seconds / request.batch
+    for change, changed in _changes(request):
+        decision = api.choose(changed.traced.graph, changed.cluster)
+        if decision.best is None:
+            yield Help(change, None, "would not fit")
+        else:
+            yield Help(change, decision.best.cost.seconds / changed.batch / now)
+
+
+def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+    if len(request.cluster.devices) > 1:
+        yield "twice the bandwidth", replace(request, cluster=_faster_network(request.cluster))
+    yield "twice the batch", request.with_batch(2 * request.batch)
+    yield "one more device", replace(request, cluster=with_more(request.cluster, 1))
+
+
+def _faster_network(cluster: Cluster) -> Cluster:
+    shared = cluster.shared_bytes_per_s
+    return replace(
+        cluster,
+        bytes_per_s=2 * cluster.bytes_per_s,
+        links=tuple(replace(link, bytes_per_s=2 * link.bytes_per_s) for link in cluster.links),
+        shared_bytes_per_s=None if shared is None else 2 * shared,
+    )
+
+
+def with_more(cluster: Cluster, count: int) -> Cluster:
+    """So many more devices like the last one."""
+    last = cluster.devices[-1]
+    more = tuple(Device(f"{last.name}+{i + 1}", None, *_abilities(last)) for i in range(count))
+    profile = cluster.profile(last.name)
+    copies = () if profile is None else tuple(replace(profile, device=device.name) for device in more)
+    return replace(cluster, devices=cluster.devices + more, profiles=cluster.profiles + copies)
+
+
+def _abilities(device: Device) -> tuple[int | None, float, float, float]:
+    return device.memory_bytes, device.flops_per_s, device.memory_bytes_per_s, device.launch_s
+
+
+def refusal(request: Request, decision: Decision) -> RequestError:
+    """Nothing fits: what is short where, and the nearest request that does fit."""
+    try:
+        api.fitting(decision, request.cluster)
+    except RequestError as error:
+        found = [text for text in (_smaller_batch(request), _more_devices(request)) if text]
+        short = str(error).split(" Take a smaller")[0]
+        return RequestError(f"{short} {' '.join(found) or _SMALLEST}")
+    raise AssertionError("the plan fits")
+
+
+_SMALLEST = "Not even one image at a time fits on four devices more: take a smaller input."
+
+
+def _smaller_batch(request: Request) -> str:
+    """The largest batch that fits."""
+    fits, too_large = 0, request.batch
+    while too_large - fits > max(1, fits // 4):
+        middle = (fits + too_large) // 2
+        changed = request.with_batch(middle)
+        if api.choose(changed.traced.graph, changed.cluster).best is None:
+            too_large = middle
+        else:
+            fits = middle
+    return f"--batch {fits} would fit." if fits else ""
+
+
+def _more_devices(request: Request) -> str:
+    last = request.cluster.devices[-1].name
+    for count in MORE_DEVICES:
+        cluster = with_more(request.cluster, count)
+        if api.choose(request.traced.graph, cluster).best is not None:
+            return f"So would {count} more like {last}."
+    return ""

@@ -1,0 +1,151 @@
+"""The plan for a cluster: of what searches found and the named strategies, the fastest that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster
+from manyhands.ir.geometry import Layout
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Cost, Plan
+from manyhands.planning.candidates import by_speed
+from manyhands.planning.choosing import Chooser
+from manyhands.planning.lowering import lower
+from manyhands.planning.pieces import Numbers
+from manyhands.planning.search import Search
+from manyhands.planning.simulation import simulate
+from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
+
+MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
+TRIES = 4  # to find a plan that fits, each with a tighter limit
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan and what it would cost; simulated: by its programs, else estimated as the search does."""
+
+    name: str
+    plan: Plan
+    cost: Cost
+    simulated: bool
+    over: tuple[tuple[str, int, int], ...]  # devices that need more than they have: needed, limit
+
+    @property
+    def fits(self) -> bool:
+        return not self.over
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that cannot be, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The best plan that fits, if any does, and what else there was."""
+
+    best: Option | None
+    others: tuple[Option | Refused, ...]
+
+    @property
+    def smallest(self) -> Option:
+        """The plan that comes nearest to fitting."""
+        found = [option for option in self.others if isinstance(option, Option)]
+        return min(found, key=lambda option: max((need / limit for _, need, limit in option.over), default=0))
+
+
+def decide(graph: Graph, cluster: Cluster, *, required: tuple[str, ...] = ()) -> Decision:
+    """Foresee what the searches find and the named strategies; the fastest that fits wins.
+
+    `required` devices take part in the plan, also where it would be faster without them.
+    """
+    decider = _Decider(graph, cluster)
+    searches = decider.chooser.searches(required)
+    found = [option for layouts in searches for option in decider.searched(layouts)]
+    named = [decider.named(name) for name in NAMES]
+    options = [*found, *(option for option in named if isinstance(option, Option))]
+    fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
+    best = min(fitting, key=lambda option: option.cost.seconds, default=None)
+    return Decision(best, (*named, *(option for option in found if option is not best)))
+
+
+class _Decider:
+    def __init__(self, graph: Graph, cluster: Cluster) -> None:
+        self.graph, self.cluster, self.chooser = graph, cluster, Chooser(graph, cluster)
+        self.seen: dict[Plan, Option] = {}
+
+    def limits(self) -> Numbers | None:
+        """What each device may hold beyond its bare process; None where no device has a limit."""
+        limits = [device.memory_bytes for device in self.cluster.devices]
+        if all(limit is None for limit in limits):
+            return None
+        bare = [self.chooser.costs.bare_bytes(name) for name in self.cluster.names]
+        pairs = zip(limits, bare, strict=True)
+        return np.array([np.inf if limit is None else limit - own for limit, own in pairs])
+
+    def searched(self, layouts: tuple[Layout, ...]) -> list[Option]:
+        """What a search finds; again under tighter limits while what it finds is too large after all."""
+        limits, options = self.limits(), []
+        for _ in range(TRIES):
+            found = self.chooser.search(layouts, limits)
+            if found is None:
+                break
+            option = self.foresee("auto", found.plan)
+            options.append(option)
+            if option.fits or limits is None:
+                break
+            for device, needed, limit in option.over:
+                limits[self.cluster.names.index(device)] *= 0.97 * limit / needed
+        return options
+
+    def named(self, name: str) -> Option | Refused:
+        """A named strategy on all devices, with the best shares; `single` on the fastest device."""
+        speed, devices = self.chooser.speed, self.cluster.names
+        try:
+            if name == "single" or len(devices) == 1:
+                fastest = max(devices, key=lambda device: speed[device])
+                return self.foresee(name, plan_by_name(self.graph, (fastest,), "single"))
+            first = by_speed(devices, parse_cuts(name, len(devices)), [speed[device] for device in devices])
+            shares = self.chooser.shared(first).shares
+            return self.foresee(name, plan_by_name(self.graph, devices, name, shares=shares))
+        except RequestError as error:
+            return Refused(name, str(error))
+
+    def foresee(self, name: str, plan: Plan) -> Option:
+        """What a plan would cost."""
+        if plan not in self.seen:
+            simulated = self._num_messages(plan) <= MAX_MESSAGES
+            cost = simulate(lower(self.graph, plan), self.cluster).cost if simulated else self._estimate(plan)
+            limits = {device.name: device.memory_bytes for device in self.cluster.devices}
+            over = tuple(
+                (device, peak, limit)
+                for device, peak in cost.peak_bytes
+                if (limit := limits[device]) is not None and peak > limit
+            )
+            self.seen[plan] = Option(name, plan, cost, simulated, over)
+        found = self.seen[plan]
+        return found if found.name == name else Option(name, plan, found.cost, found.simulated, found.over)
+
+    def _num_messages(self, plan: Plan) -> int:
+        """About how many messages a step takes: everybody tells everybody statistics, neighbours tiles."""
+        num, statistics = len(plan.devices), sum(layer.statistic is not None for layer in self.graph.layers)
+        return 2 * num * (num - 1) * statistics + 8 * num * len(plan.segments)
+
+    def _estimate(self, plan: Plan) -> Cost:
+        layouts = tuple(dict.fromkeys(segment.layout for segment in plan.segments))
+        chooser = self.chooser
+        found = Search(chooser.units, layouts, chooser.pieces, chooser.rounds).estimate(plan)
+        if found is None:
+            raise RequestError("too large to be foreseen: its segments end inside of what is fused.")
+        peaks = zip(self.cluster.names, found.peak_bytes, strict=True)
+        return Cost(
+            found.seconds,
+            0,
+            tuple((d, int(size) + chooser.costs.bare_bytes(d)) for d, size in peaks if d in plan.devices),
+        )

@@ -1,0 +1,311 @@
+"""The best plan on given devices: dynamic programming over the places where segments may end.
+
+A label is a plan for the units before a boundary. What follows depends on it only by the layouts of the
+results that cross the boundary, so of labels alike in these the dominated ones are dropped. The search is
+exact within its cost model as long as no more than `MAX_LABELS` labels meet at a boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.ir.codec import graph_digest
+from manyhands.ir.geometry import Axis, Layout, Tile, empty_like
+from manyhands.ir.plan import Plan, Segment
+from manyhands.planning.links import Rounds
+from manyhands.planning.pieces import Boxes, Numbers, Piece, Pieces, Reading, boxes, travelling
+from manyhands.planning.units import Units
+
+MAX_LABELS = 40
+OVERLAP = 0.5  # of the blocking seconds, in which gradients of weights can travel besides
+WEIGHT_COPIES = 3.0  # the weight, its gradient, its momentum
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a search and what it is estimated to cost."""
+
+    plan: Plan
+    seconds: float
+    peak_bytes: Numbers  # of each device of the cluster, beyond its bare process
+
+
+class Option(NamedTuple):
+    """A segment that can come next; `fetch`: for each result it reads, seconds by that result's layout."""
+
+    stop: int
+    layout: int
+    computing_s: float
+    traffic_s: float
+    fetch: tuple[tuple[int, Numbers], ...]  # position among the results alive, seconds by layout
+    held_bytes: Numbers
+    passing_bytes: Numbers
+
+
+@dataclass
+class Labels:
+    """Labels at one boundary, as columns."""
+
+    layouts: list[NDArray[np.int64]] = field(default_factory=list)
+    costs: list[Numbers] = field(default_factory=list)  # blocking and traffic seconds
+    memory: list[Numbers] = field(default_factory=list)  # held and passing bytes, by device
+    origins: list[tuple[int, NDArray[np.int64], Option]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The labels of a boundary that are worth going on from; origin: boundary, label there, option taken."""
+
+    layouts: NDArray[np.int64]
+    costs: Numbers
+    memory: Numbers
+    origins: tuple[tuple[int, int, Option], ...]
+
+
+def step_seconds(blocking_s: Numbers, traffic_s: Numbers) -> Numbers:
+    """Half of the traffic of weights is gradients, which travel during backward; half is new weights."""
+    half = traffic_s / 2
+    return blocking_s + half + np.maximum(0.0, half - OVERLAP * blocking_s)
+
+
+class Search:
+    """Plans for one graph among given layouts, whose devices are some of those of `pieces`."""
+
+    def __init__(
+        self,
+        units: Units,
+        layouts: tuple[Layout, ...],
+        pieces: Pieces,
+        rounds: Rounds,
+        max_fused: int | None = None,
+    ) -> None:
+        self.units, self.layouts, self.pieces, self.rounds = units, layouts, pieces, rounds
+        self.thorough, self.by_name = max_fused is None, units.graph.by_name()
+        self.max_fused = len(units.runs) if max_fused is None else max_fused
+        self.fetched: dict[object, Numbers] = {}
+        self.homes: dict[tuple[int, ...], Boxes] = {}
+        self.computed: dict[int, float] = {}
+
+    def best(self, limit_bytes: Numbers | None = None) -> Found | None:
+        """The fastest plan within what each device may hold beyond its bare process; None: nothing fits.
+
+        Without a limit on how many units are fused, nothing is left out.
+        """
+        end, num = len(self.units.runs), len(self.pieces.devices)
+        waiting = [Labels() for _ in range(end + 1)]
+        nothing = np.zeros((1, 0), dtype=np.int64)
+        kept = {0: Kept(nothing, np.zeros((1, 2)), np.zeros((1, 2, num)), ())}
+        for start in range(end):
+            if start:
+                kept[start] = _pruned(waiting[start], limit_bytes is not None)
+            for option in self.options(start) if len(kept[start].costs) else ():
+                self._extend(waiting[option.stop], kept[start], start, option, limit_bytes)
+        last = _pruned(waiting[end], limit_bytes is not None)
+        if not len(last.costs):
+            return None
+        closing = np.array([self._closing(row) for row in last.layouts])
+        seconds = step_seconds(last.costs[:, 0] + closing, last.costs[:, 1])
+        index = int(seconds.argmin())
+        kept[end] = last
+        return Found(self._plan(kept, index), float(seconds[index]), last.memory[index].sum(axis=0))
+
+    def estimate(self, plan: Plan) -> Found | None:
+        """What a given plan costs by the same count; None where its segments end elsewhere or cannot be."""
+        num, start = len(self.pieces.devices), 0
+        kept = Kept(np.zeros((1, 0), np.int64), np.zeros((1, 2)), np.zeros((1, 2, num)), ())
+        for segment in plan.segments:
+            stop = self.units.unit_of[segment.layers[-1]] + 1
+            names = tuple(layer.name for layer in self.units.layers(start, stop))
+            piece = self.piece(start, stop, segment.layout) if names == segment.layers else None
+            if piece is None:
+                return None
+            labels = Labels()
+            option = self._option(start, stop, self.layouts.index(segment.layout), piece)
+            self._extend(labels, kept, start, option, None)
+            kept, start = _pruned(labels, by_memory=False), stop
+        seconds = step_seconds(kept.costs[:, 0] + self._closing(kept.layouts[0]), kept.costs[:, 1])
+        return Found(plan, float(seconds[0]), kept.memory[0].sum(axis=0))
+
+    # ---- one more segment ------------------------------------------------------------------------------
+
+    def _extend(
+        self, labels: Labels, kept: Kept, start: int, option: Option, limit_bytes: Numbers | None
+    ) -> None:
+        costs = kept.costs + (option.computing_s, option.traffic_s)
+        for position, by_layout in option.fetch:
+            costs[:, 0] += by_layout[kept.layouts[:, position]]
+        held = kept.memory[:, 0] + option.held_bytes
+        passing = np.maximum(kept.memory[:, 1], option.passing_bytes)
+        chosen = np.arange(len(costs))
+        if limit_bytes is not None:
+            chosen = np.flatnonzero(np.all(held + passing <= limit_bytes, axis=1))
+        if not len(chosen):
+            return
+        before = {name: index for index, name in enumerate(self.units.alive[start])}
+        columns = [
+            np.full(len(chosen), option.layout)
+            if self.units.unit_of[name] >= start
+            else kept.layouts[chosen, before[name]]
+            for name in self.units.alive[option.stop]
+        ]
+        labels.layouts.append(np.stack(columns, axis=1) if columns else np.zeros((len(chosen), 0), np.int64))
+        labels.costs.append(costs[chosen])
+        labels.memory.append(np.stack([held[chosen], passing[chosen]], axis=1))
+        labels.origins.append((start, chosen, option))
+
+    def options(self, start: int) -> list[Option]:
+        """Segments from here on that no chain of shorter ones in the same layout beats in every way."""
+        found: list[Option] = []
+        for index, layout in enumerate(self.layouts):
+            for stop in self._stops(start, layout):
+                piece = self.piece(start, stop, layout)
+                if piece is None:
+                    continue
+                if stop > start + 1 and self._beaten(start, stop, layout, piece):
+                    if not self.thorough and stop > start + 2:
+                        break  # longer ones are hardly better
+                    continue
+                found.append(self._option(start, stop, index, piece))
+        return found
+
+    def _stops(self, start: int, layout: Layout) -> range:
+        """Where a segment may end. Cut by batch or not at all, longer segments are sums of shorter ones."""
+        plain = all(cut.axis is Axis.BATCH for cut in layout.cuts)
+        return range(start + 1, min(start + (1 if plain else self.max_fused), len(self.units.runs)) + 1)
+
+    def piece(self, start: int, stop: int, layout: Layout) -> Piece | None:
+        """None where a device of the layout would own nothing of the result."""
+        shape = self.units.runs[stop - 1][-1].shape
+        if not all(tile.numel for tile in layout.tiles(shape).values()):
+            return None
+        return self.pieces.piece(start, stop, layout)
+
+    def _beaten(self, start: int, stop: int, layout: Layout, whole: Piece) -> bool:
+        """Is the segment without its last unit, and that unit by itself, as fast and as small?"""
+        one, two = self.piece(start, stop - 1, layout), self.piece(stop - 1, stop, layout)
+        if one is None or two is None:
+            return False
+        inside = [r for r in two.readings if self.units.unit_of[r.name] >= start]
+        if {r.name for r in one.readings} & {r.name for r in two.readings}:
+            return False  # it would be brought twice
+        seconds = self.computing(one) + self.computing(two)
+        index = self.layouts.index(layout)
+        seconds += sum(float(self.fetch(reading)[index]) for reading in inside)
+        smaller = np.all(one.kept_bytes + two.kept_bytes <= whole.kept_bytes)
+        return bool(smaller) and seconds <= self.computing(whole)
+
+    def _option(self, start: int, stop: int, index: int, piece: Piece) -> Option:
+        alive = self.units.alive[start]
+        fetch = tuple((alive.index(reading.name), self.fetch(reading)) for reading in piece.readings)
+        held = piece.kept_bytes + WEIGHT_COPIES * piece.weight_bytes
+        traffic = 2 * self.rounds.spread(piece.shared_bytes)
+        return Option(stop, index, self.computing(piece), traffic, fetch, held, piece.passing_bytes)
+
+    def computing(self, piece: Piece) -> float:
+        """Seconds for which a piece blocks by itself: forward, backward and statistics inside of it."""
+        key = id(piece.forward_s)
+        if key not in self.computed:
+            seconds = self.rounds.together(piece.forward_s) + self.rounds.together(piece.backward_s)
+            busy = _places(piece.forward_s > 0)
+            told = sum(self.rounds.told(busy, size) for size in piece.statistics)
+            self.computed[key] = float(seconds) + 2 * told
+        return self.computed[key]
+
+    def fetch(self, reading: Reading) -> Numbers:
+        """Seconds to bring an earlier result to its readers, and its gradient back, by the layout it has."""
+        source = self.by_name[reading.name]
+        key = source.shape, source.item_bytes, source.differentiable, id(reading.boxes)
+        if key not in self.fetched:
+            homes = self._homes(source.shape)
+            ways = 2 if source.differentiable else 1
+            size = travelling(homes, reading.boxes) * source.item_bytes
+            seconds = ways * self.rounds.seconds(size)
+            if reading.statistic:
+                told = 2 * source.item_bytes * source.shape[1]
+                busy = [_places((home[..., 1] > home[..., 0]).all(axis=-1)) for home in homes]
+                seconds = seconds + np.array([2 * self.rounds.told(places, told) for places in busy])
+            self.fetched[key] = seconds
+        return self.fetched[key]
+
+    def _homes(self, shape: tuple[int, ...]) -> Boxes:
+        """The tiles of a result in every layout."""
+        if shape not in self.homes:
+            nothing, found = empty_like(shape), []
+            for layout in self.layouts:
+                tiles = layout.tiles(shape)
+                found.append(boxes([tiles.get(d, nothing) for d in self.pieces.devices], shape))
+            self.homes[shape] = np.stack(found)
+        return self.homes[shape]
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def _closing(self, row: NDArray[np.int64]) -> float:
+        """Seconds to bring the outputs to everybody who evaluates the loss."""
+        seconds = 0.0
+        for name, index in zip(self.units.alive[-1], row, strict=True):
+            layer, layout = self.by_name[name], self.layouts[int(index)]
+            whole, nothing = Tile.whole(layer.shape), empty_like(layer.shape)
+            holders = {d for d, tile in layout.tiles(layer.shape).items() if tile.numel}
+            need = boxes([whole if d in holders else nothing for d in self.pieces.devices], layer.shape)
+            size = travelling(self._homes(layer.shape)[int(index)], need) * layer.item_bytes
+            seconds += float(self.rounds.seconds(size))
+        return seconds
+
+    def _plan(self, kept: dict[int, Kept], index: int) -> Plan:
+        """The plan that a label at the end stands for; neighbours that exchange nothing are joined."""
+        taken: list[tuple[int, Option]] = []
+        boundary = len(self.units.runs)
+        while boundary:
+            boundary, index, option = kept[boundary].origins[index]
+            taken.insert(0, (boundary, option))
+        segments: list[Segment] = []
+        for start, option in taken:
+            layout = self.layouts[option.layout]
+            names = tuple(layer.name for layer in self.units.layers(start, option.stop))
+            free = all(cut.axis is Axis.BATCH for cut in layout.cuts)
+            if segments and free and segments[-1].layout == layout:
+                names = segments.pop().layers + names
+            segments.append(Segment(names, layout))
+        used = {device for segment in segments for device in segment.layout.devices}
+        devices = tuple(device for device in self.pieces.devices if device in used)
+        batch = self.units.graph.layers[0].shape[0]
+        return Plan(graph_digest(self.units.graph), batch, devices, tuple(segments))
+
+
+def _places(chosen: NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(int(index) for index in np.flatnonzero(chosen))
+
+
+def _pruned(labels: Labels, by_memory: bool) -> Kept:
+    """The labels that no other with the same layouts dominates; where there are too many, the fastest."""
+    if not labels.costs:
+        return Kept(np.zeros((0, 0), np.int64), np.zeros((0, 2)), np.zeros((0, 2, 0)), ())
+    layouts, costs = np.concatenate(labels.layouts), np.concatenate(labels.costs)
+    memory = np.concatenate(labels.memory)
+    origins = [(start, int(i), option) for start, chosen, option in labels.origins for i in chosen]
+    seconds = step_seconds(costs[:, 0], costs[:, 1])
+    fronts: dict[bytes, list[int]] = {}
+    kept: list[int] = []
+    for index in np.argsort(seconds, kind="stable"):
+        front = fronts.setdefault(layouts[index].tobytes(), [])
+        if any(_dominates(costs, memory, other, index, by_memory) for other in front):
+            continue
+        front.append(int(index))
+        kept.append(int(index))
+    if len(kept) > MAX_LABELS:
+        if by_memory:  # half of them for their speed, half for their size
+            size = memory.sum(axis=1).max(axis=1)
+            small = sorted(kept, key=lambda index: float(size[index]))[: MAX_LABELS // 2]
+            kept = list(dict.fromkeys(kept[: MAX_LABELS // 2] + small))
+        kept = kept[:MAX_LABELS]
+    return Kept(layouts[kept], costs[kept], memory[kept], tuple(origins[index] for index in kept))
+
+
+def _dominates(costs: Numbers, memory: Numbers, one: int, two: int, by_memory: bool) -> bool:
+    if costs[one, 0] > costs[two, 0] or costs[one, 1] > costs[two, 1]:
+        return False
+    return not by_memory or bool(np.all(memory[one] <= memory[two]))
