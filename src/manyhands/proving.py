@@ -20,7 +20,7 @@ from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.requests import Request
-from manyhands.runtime.ranks import Event, launch
+from manyhands.runtime.ranks import TIMEOUT_S, Event, launch
 from manyhands.tasks import VerifyJob, examples
 from manyhands.verifying import (
     TOLERANCE,
@@ -79,7 +79,8 @@ def prove_all(pairs: list[tuple[Request, Plan]], steps: int = STEPS) -> list[Dif
                 file.unlink()
 
         jobs = [VerifyJob(r.model, r.inputs, p, steps, SEED, rates[_key(r)], folder) for r, p in pairs]
-        launch("verify", [encode(job) for job in jobs], devices, on_event)
+        patience_s = TIMEOUT_S * len(jobs)  # who has no part in a plan waits while the others prove it
+        launch("verify", [encode(job) for job in jobs], devices, on_event, timeout_s=patience_s)
     return [differences[index] for index in range(len(pairs))]
 
 

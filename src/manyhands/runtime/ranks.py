@@ -175,8 +175,9 @@ def _verdict(failed: list[Rank]) -> Exception:
             return RequestError(rank.failure["message"])
         if rank.failure and rank.failure["kind"] == "error":
             return RunError(f"{rank.failure['device']} failed: {rank.failure['message']}")
-    first = failed[0].failure
-    assert first is not None
+    # Who gave up waiting closes its connections, so the others only see it go: what it says comes first.
+    told = [rank.failure for rank in failed if rank.failure is not None]
+    first = next((failure for failure in told if failure["message"].startswith("no answer")), told[0])
     return DeviceLost(first["device"], f"{first['message']} (said by {first['by']})")
 
 
