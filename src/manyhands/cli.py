@@ -123,6 +123,24 @@ def models(as_json: Json = False) -> None:
 
 
 @app.command()
+def profile(
+    cluster: ClusterFile = None,
+    name: Annotated[
+        str | None, typer.Option("--as", help="Which device of the cluster file this machine is.")
+    ] = None,
+    devices: Devices = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Threads of each process; else as `train` has.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this device; with --cluster all its devices and links, and write them into that file."""
+    from manyhands.surveying import profile_and_show
+
+    profile_and_show(cluster, name, devices, threads, as_json=as_json)
+
+
+@app.command()
 def plan(
     model: Model,
     input: Input = None,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manyhands import models
 from manyhands.errors import RequestError
-from manyhands.ir.cluster import Cluster, Device, Link, local_cluster
+from manyhands.ir.cluster import Cluster, Device, Link, cores_here, local_cluster
 from manyhands.ir.codec import decode
 from manyhands.ir.plan import Plan
 
@@ -116,6 +116,14 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * _BYTES[match[2] or ""] / 8
 
 
+def parse_byte_rate(text: str) -> float:
+    """`1.5GB/s` as bytes a second."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B/S\s*", text.upper())
+    if not match:
+        raise RequestError(f"{text!r} is not a rate of memory. Write 1.5GB/s.")
+    return float(match[1]) * _BYTES[match[2] or ""]
+
+
 def parse_seconds(text: str) -> float:
     """`0.5ms` as seconds."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*", text)
@@ -133,6 +141,19 @@ class DeviceTable(_Strict):
     address: str | None = None
     memory: str | None = None
     gflops: float = Field(default=4.0, gt=0)
+    memory_bandwidth: str = "2GB/s"
+    launch: str = "50us"
+
+    @property
+    def as_device(self) -> Device:
+        return Device(
+            self.name,
+            self.address,
+            parse_bytes(self.memory) if self.memory else None,
+            self.gflops * 1e9,
+            _above_zero("memory_bandwidth", self.memory_bandwidth, parse_byte_rate(self.memory_bandwidth)),
+            parse_seconds(self.launch),
+        )
 
 
 class _RateTable(_Strict):
@@ -141,6 +162,7 @@ class _RateTable(_Strict):
 
 
 class NetworkTable(_RateTable):
+    shared: str | None = None  # what all devices together can send, where they share a medium
     port: int | None = Field(default=None, ge=1, le=65535)  # where devices of several machines meet
 
 
@@ -172,17 +194,48 @@ def load_cluster(path: Path | None, num_devices: int | None) -> Cluster:
             if end not in names:
                 raise RequestError(f"{path}: a link names {end!r}, which is no device.{nearest(end, names)}")
     return Cluster(
-        tuple(
-            Device(d.name, d.address, parse_bytes(d.memory) if d.memory else None, d.gflops * 1e9)
-            for d in tables.device
-        ),
-        parse_rate(tables.network.bandwidth),
+        tuple(table.as_device for table in tables.device),
+        _above_zero("bandwidth", tables.network.bandwidth, parse_rate(tables.network.bandwidth)),
         parse_seconds(tables.network.latency),
         tuple(
-            Link(k.source, k.target, parse_rate(k.bandwidth), parse_seconds(k.latency)) for k in tables.link
+            Link(
+                k.source,
+                k.target,
+                _above_zero("bandwidth", k.bandwidth, parse_rate(k.bandwidth)),
+                parse_seconds(k.latency),
+            )
+            for k in tables.link
         ),
         tables.network.port,
+        _above_zero("shared", shared, parse_rate(shared)) if (shared := tables.network.shared) else None,
+        None if any(device.address for device in tables.device) else cores_here(),
     )
+
+
+def _above_zero(key: str, text: str, rate: float) -> float:
+    if rate <= 0:
+        raise RequestError(f"{key} = {text!r}: there must be some.")
+    return rate
+
+
+def devices_here(cluster: Cluster, name: str | None) -> tuple[str, ...] | None:
+    """Which devices a command starts on this machine: the one that --as names, or None: all of them."""
+    remote = [device for device in cluster.devices if device.address is not None]
+    if name is None:
+        if remote:
+            raise RequestError(
+                f"{remote[0].name} has the address {remote[0].address}: say which device this is with "
+                f"--as NAME, and start the same command on the others ({', '.join(cluster.names)})."
+            )
+        return None
+    if name not in cluster.names:
+        raise RequestError(f"--as {name}: no such device. There are {', '.join(cluster.names)}.")
+    if len(remote) != len(cluster.devices):
+        missing = next(device.name for device in cluster.devices if device.address is None)
+        raise RequestError(
+            f"{missing} has no address in the cluster file; with --as, every device needs one."
+        )
+    return (name,)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

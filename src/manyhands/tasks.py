@@ -209,5 +209,12 @@ def train(job: dict[str, Any], place: Place) -> None:
     run(job, place)
 
 
+def survey(job: dict[str, Any], place: Place) -> None:
+    """One device's part of measuring all devices and the links between them."""
+    from manyhands.surveying import SurveyJob, take_part
+
+    take_part(decode(SurveyJob, job), place, connect(place))
+
+
 TASKS: dict[str, Callable[[Any, Place], None]] = {"verify": verify, "demo": demo, "measure": measure}
-TASKS |= {"plain": measure_plain, "train": train}
+TASKS |= {"plain": measure_plain, "train": train, "survey": survey}

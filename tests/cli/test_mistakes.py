@@ -85,6 +85,27 @@ MISTAKES = {
     "not TOML": (("plan", "demo", "--cluster", "{folder}/net.py"), "is not TOML"),
     "unknown device": (("plan", "demo", "--devices", "2", "--program", "device-7"), "no device is called"),
     "not a plan": (("verify", "demo", "--devices", "2", "--plan", "{folder}/good.toml"), "is not a plan"),
+    "profile of no file": (("profile", "--cluster", "{folder}/none.toml"), "there is no file"),
+    "profile as nobody": (("profile", "--cluster", "{folder}/good.toml", "--as", "pi-7"), "no such device"),
+    "profile as one without address": (
+        ("profile", "--cluster", "{folder}/good.toml", "--as", "pi-0"),
+        "pi-0 has no address",
+    ),
+    "profile without saying as whom": (("profile", "--cluster", "{folder}/far.toml"), "--as NAME"),
+    "profile as, without a file": (("profile", "--as", "pi-0"), "give it with --cluster"),
+    "profile of file and devices": (
+        ("profile", "--devices", "2", "--cluster", "{folder}/good.toml"),
+        "either --cluster or --devices",
+    ),
+    "profile of no devices": (("profile", "--devices", "0"), "at least one"),
+    "profile without threads": (("profile", "--threads", "0"), "--threads"),
+    "misspelt rate": (
+        ("profile", "--cluster", "{folder}/rate.toml"),
+        "Did you mean 'memory_bandwidth'?",
+    ),
+    "misspelt shared": (("profile", "--cluster", "{folder}/sharde.toml"), "Did you mean 'shared'?"),
+    "bad rate of memory": (("profile", "--cluster", "{folder}/fast.toml"), "Write 1.5GB/s"),
+    "no bandwidth at all": (("profile", "--cluster", "{folder}/dead.toml"), "there must be some"),
     "unknown option": (("plan", "demo", "--devcies", "2"), "--devcies"),
     "unknown command": (("paln", "demo"), "paln"),
     "batch of nothing": (("plan", "demo", "--batch", "0"), "--batch"),
@@ -100,6 +121,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "table.toml").write_text(CLUSTER + '[netwrk]\nlatency = "1ms"\n')
     (folder / "memory.toml").write_text(CLUSTER.replace("900MB", "plenty"))
     (folder / "twice.toml").write_text(CLUSTER.replace("pi-1", "pi-0"))
+    (folder / "far.toml").write_text(CLUSTER.replace("memory =", 'address = "10.9.8.7"\nmemory ='))
+    (folder / "rate.toml").write_text(CLUSTER + 'memory_bandwith = "1GB/s"\n')
+    (folder / "sharde.toml").write_text(CLUSTER + '[network]\nsharde = "40Mbit"\n')
+    (folder / "fast.toml").write_text(CLUSTER + 'memory_bandwidth = "fast"\n')
+    (folder / "dead.toml").write_text(CLUSTER + '[network]\nbandwidth = "0Mbit"\n')
     (folder / "net.py").write_text(
         "from torch import nn\n"
         "def build(): return nn.Conv2d(3, 4, 3)\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 
 from manyhands.ir.profile import Profile
@@ -78,4 +79,9 @@ class Cluster:
 
 def local_cluster(num_devices: int) -> Cluster:
     """Processes on this machine, named device-0, device-1, ..."""
-    return Cluster(tuple(Device(f"device-{i}") for i in range(num_devices)), 1e9, 50e-6)
+    return Cluster(tuple(Device(f"device-{i}") for i in range(num_devices)), 1e9, 50e-6, cores=cores_here())
+
+
+def cores_here() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -12,6 +12,7 @@ import torch
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import encode, to_json
+from manyhands.loading import devices_here
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.summary import summarise
 from manyhands.runtime.ranks import Event, launch
@@ -38,7 +39,7 @@ class Start:
 def make_ready(job: Job, name: str | None, *, resume: bool) -> Start:
     """Check everything that can be checked before a process is started."""
     cluster = preparing.job_cluster(job)
-    here = _here(cluster, name)
+    here = devices_here(cluster, name)
     is_first = here is None or cluster.names[0] in here
     if not is_first and job.feed == "source":
         return Start(job, cluster, here, None, None, None)
@@ -57,26 +58,6 @@ def make_ready(job: Job, name: str | None, *, resume: bool) -> Start:
         checkpoints.require_shapes(checkpoints.load_model_file(Path(job.init)), model.state_dict(), job.model)
     found = _checkpoint(job, facts, resume=resume) if is_first else None
     return Start(job, cluster, here, facts, lowered, found)
-
-
-def _here(cluster: Cluster, name: str | None) -> tuple[str, ...] | None:
-    """Which devices this command starts."""
-    remote = [device for device in cluster.devices if device.address is not None]
-    if name is None:
-        if remote:
-            raise RequestError(
-                f"{remote[0].name} has the address {remote[0].address}: say which device this is with "
-                f"--as NAME, and start the same command on the others ({', '.join(cluster.names)})."
-            )
-        return None
-    if name not in cluster.names:
-        raise RequestError(f"--as {name}: no such device. There are {', '.join(cluster.names)}.")
-    if len(remote) != len(cluster.devices):
-        missing = next(device.name for device in cluster.devices if device.address is None)
-        raise RequestError(
-            f"{missing} has no address in the cluster file; with --as, every device needs one."
-        )
-    return (name,)
 
 
 def _checkpoint(job: Job, facts: Facts, *, resume: bool) -> checkpoints.Checkpoint | None:

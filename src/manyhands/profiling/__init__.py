@@ -1,0 +1,1 @@
+"""Measures this device and the links to others."""
