@@ -313,6 +313,21 @@ def division(as_json: Json = False) -> None:
 
 
 @bench.command()
+def limits(
+    cases: Annotated[int, typer.Option("--cases", min=1, help="Random models, clusters and limits.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Other cases.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Does every plan for limited memory run within it, where the kernel kills who needs more? (root)"""
+    from manyhands.benches import limits as bench_limits
+
+    with _busy(as_json) as status:
+        rows = bench_limits.run(cases, seed, lambda what: status.update(what))
+    print(json.dumps(bench_limits.to_json(rows))) if as_json else _show(bench_limits.table(rows))
+    raise typer.Exit(0 if all(row.within for row in rows) else 1)
+
+
+@bench.command()
 def training(
     job: Annotated[Path, typer.Argument(help="Job file; examples/jobs/cifar10-resnet18.toml is one.")],
     strategies: Annotated[str, typer.Option("--strategies", help="Plans, by semicolons.")] = "batch;rows",

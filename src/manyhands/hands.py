@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from manyhands import api
 from manyhands.errors import RequestError
-from manyhands.ir.cluster import Device
+from manyhands.ir.cluster import Device, local_cluster
 from manyhands.ir.plan import Plan
 from manyhands.planning.feeding import Feed
 from manyhands.runtime.hosts import interface_to, local_addresses
@@ -94,7 +94,8 @@ class Hands:
         if feed not in [each.value for each in Feed]:
             raise RequestError(f"feed = {feed!r}: there are {', '.join(each.value for each in Feed)}.")
         graph = api.trace(model.train(), *(tensor.to("meta") for tensor in examples)).graph
-        chosen = plan if isinstance(plan, Plan) else api.plan(graph, len(self.devices), plan)
+        cluster = replace(local_cluster(len(self.devices)), cores=None)  # the same plan on every machine
+        chosen = plan if isinstance(plan, Plan) else api.plan(graph, cluster, plan, required=cluster.names)
         if chosen.devices != self.devices:
             raise RequestError(
                 f"the plan is for {', '.join(chosen.devices)}; here are {', '.join(self.devices)}."

@@ -54,15 +54,27 @@ MISTAKES = {
         "no layer is called 'nolayer'",
     ),
     "unknown layer to fuse": (
-        ("plan", "demo", "--devices", "2", "--fuse", "nolayer"),
+        ("plan", "demo", "--devices", "2", "--strategy", "rows", "--fuse", "nolayer"),
         "no layer is called so",
     ),
     "batch too small": (
         ("plan", "demo", "--devices", "3", "--batch", "2", "--strategy", "batch"),
         "cannot be cut among 3 devices",
     ),
+    "shares without a strategy": (
+        ("plan", "demo", "--devices", "2", "--shares", "1,2"),
+        "need a strategy by name",
+    ),
+    "nothing fits": (
+        ("plan", "demo", "--devices", "2", "--memory", "20MB"),
+        "nothing fits: under the smallest plan",
+    ),
+    "memory without a unit": (
+        ("plan", "demo", "--devices", "2", "--memory", "20"),
+        "is not an amount of memory",
+    ),
     "shares for other devices": (
-        ("plan", "demo", "--devices", "2", "--shares", "1,2,3"),
+        ("plan", "demo", "--devices", "2", "--strategy", "rows", "--shares", "1,2,3"),
         "3 shares for 2 devices",
     ),
     "shares that are no numbers": (("plan", "demo", "--devices", "2", "--shares", "a,b"), "whole number"),

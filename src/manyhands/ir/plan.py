@@ -22,6 +22,7 @@ class Cost:
     seconds: float
     traffic_bytes: int
     peak_bytes: tuple[tuple[str, int], ...]  # of each device
+    segments: tuple[tuple[tuple[str, float], ...], ...] = ()  # seconds that each device computes in each
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from manyhands.ir.cluster import Cluster
+from manyhands.ir.plan import Cost
 from manyhands.ir.program import Backward, Correct, Forward, Measure, Program, Send, Step
 from manyhands.planning.lowering import Lowered
-from manyhands.planning.simulation import Timeline
+from manyhands.planning.simulation import Timeline, simulate
 
 Seconds = dict[str, float]
+
+
+def forecast(lowered: Lowered, cluster: Cluster) -> Cost:
+    """What a step is expected to cost, down to each segment and device."""
+    timeline = simulate(lowered, cluster)
+    segments = tuple(tuple(seconds.items()) for seconds in segment_seconds(lowered, timeline))
+    return replace(timeline.cost, segments=segments)
 
 
 def segment_seconds(lowered: Lowered, timeline: Timeline) -> list[Seconds]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from manyhands.ir.plan import Cost
 from manyhands.ir.report import Advice, Help, PlanFacts, SegmentFacts
 
 
@@ -127,3 +130,26 @@ def _effect(each: Help) -> str:
     if each.ratio >= 0.98:
         return "(no gain)"
     return f"(an image takes {each.ratio:.0%} of the time)"
+
+
+def comparison(foreseen: Cost, measured: Cost, names: list[str]) -> RenderableType:
+    """A forecast beside what was measured: the step, each device's memory, and every segment."""
+    table = Table(title="Foreseen and measured, a step", box=SIMPLE, title_justify="left")
+    for heading in ("", "foreseen", "measured", "error"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("time", *_pair(foreseen.seconds, measured.seconds, duration))
+    table.add_row("on the network", *_pair(foreseen.traffic_bytes, measured.traffic_bytes, amount))
+    peaks = dict(measured.peak_bytes)
+    for device, size in foreseen.peak_bytes:
+        table.add_row(f"peak memory, {device}", *_pair(size, peaks[device], amount))
+    for name, expected, found in zip(names, foreseen.segments, measured.segments, strict=True):
+        times = dict(found)
+        for device, seconds in expected:
+            if seconds or times[device]:
+                table.add_row(f"{name}, {device}", *_pair(seconds, times[device], duration))
+    return table
+
+
+def _pair(foreseen: float, measured: float, text: Callable[[float], str]) -> tuple[str, str, str]:
+    error = f"{foreseen / measured - 1:+.0%}" if measured else ""
+    return text(foreseen), text(measured), error

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -60,12 +60,15 @@ def launch(
     cluster: Cluster | None = None,
     facts: dict[str, str] | None = None,
     join_timeout_s: float = JOIN_TIMEOUT_S,
+    within: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, list[Event]]:
     """Run a task on one process a device and return what each said. Raises when any of them fails.
 
     With `here`, only those devices are started on this machine; the others are started on theirs, by the same
     call with their names. The run begins when all are there, and is refused everywhere if one brings other
     `facts` than the first. While it waits, every process says {"event": "waiting", "missing": [...]}.
+
+    `within` has, by device, what to put before the command of its process, such as what limits its memory.
 
     A process watches its standard input: when the starter is gone, however it went, so is the process.
     """
@@ -82,7 +85,9 @@ def launch(
         try:
             for device, interface in chosen.items():
                 spec = common | {"rank": devices.index(device), "store": f"{folder}/store"}
-                ranks.append(_start(device, spec, interface, Path(folder) / f"{device}.err", spoken))
+                before = (within or {}).get(device, ())
+                errors = Path(folder) / f"{device}.err"
+                ranks.append(_start(device, spec, interface, errors, spoken, before))
             _listen(ranks, spoken, on_event)
         finally:
             _end(ranks)
@@ -99,11 +104,18 @@ def _meeting(
     return Meeting(devices, addresses, cluster.meeting_port, versions | facts, join_timeout_s)
 
 
-def _start(device: str, spec: dict[str, Any], interface: str, errors: Path, spoken: queue.Queue[Any]) -> Rank:
+def _start(
+    device: str,
+    spec: dict[str, Any],
+    interface: str,
+    errors: Path,
+    spoken: queue.Queue[Any],
+    before: Sequence[str],
+) -> Rank:
     environment = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "GLOO_SOCKET_IFNAME": interface}
     with errors.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "manyhands.rank"],
+            [*before, sys.executable, "-m", "manyhands.rank"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stream,

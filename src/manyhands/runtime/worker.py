@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -102,6 +103,7 @@ class Worker:
         self.mail = Mail(program.device, self.store, weights, transport)
         self.last_uses = {s.chunk: last_uses(s, self.layers) for s in program.steps if isinstance(s, Forward)}
         self.anchor = torch.zeros((), requires_grad=True)
+        self.spent_s = [0.0] * len(program.steps)  # in each step of the program, waiting included
         used = (layer for layer in graph.layers if territory.computed[layer.name].numel or not layer.inputs)
         self.unread = {p.parameter for p in weights.pieces} - {
             p.name for layer in used for p in layer.parameters
@@ -122,9 +124,7 @@ class Worker:
         alone = gradient_steps(self.program) if batches[1:] else ()
         losses = []
         for number, given in enumerate(batches, 1):
-            batch = (
-                given if isinstance(given, Batch) else given()
-            )  # made when its turn comes: it takes memory
+            batch = given if isinstance(given, Batch) else given()  # made in its turn: it takes memory
             self._run_all(alone if number < len(batches) else self.program.steps, batch)
             losses.append(self.store.loss)
             self.store.clear()
@@ -141,8 +141,12 @@ class Worker:
     def _run_all(self, steps: Sequence[Step], batch: Batch) -> None:
         self.store.clear()
         self.batch = batch
-        for step in steps:
+        whole = steps is self.program.steps
+        for position, step in enumerate(steps):
+            start = time.perf_counter()
             self.run(step)
+            if whole:
+                self.spent_s[position] += time.perf_counter() - start
         self.transport.flush()
 
     def _outputs(self) -> tuple[Tensor, ...]:

@@ -189,12 +189,18 @@ def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Lowered]
     with torch.device("meta"):
         model = build_model(job, facts)
     graph = api.trace(model.train(), example(job)).graph
-    plan = api.plan(graph, cluster, job.strategy)
+    plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster))
     lowered = api.lower(graph, plan, clip=job.clip is not None)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]
     if job.evaluate is not None:
         _check_evaluation(model, job, plan)
     return replace(facts, own_samples=len(samples)), lowered
+
+
+def _required(job: Job, cluster: Cluster) -> tuple[str, ...]:
+    """Devices that must take part: the first, and all that bring images or wait for the first's plan."""
+    remote = any(device.address is not None for device in cluster.devices)
+    return cluster.names if job.feed == "local" or (remote and job.feed == "source") else cluster.names[:1]
 
 
 def _check_evaluation(model: nn.Module, job: Job, plan: Plan) -> None:

@@ -32,6 +32,7 @@ class Recorder:
         self.folder, self.limits, self.quiet, self.as_json = folder, limits, quiet, as_json
         self.console = console or Console()
         self.devices: dict[str, dict[str, int]] = {}
+        self.measured: dict[str, Any] | None = None
         self.last: dict[str, Any] = {}
         self.damaged: dict[str, dict[str, str]] = {}
         self.metrics: dict[str, Any] = {}
@@ -85,7 +86,7 @@ class Recorder:
             case "damaged":
                 self._damaged(device, event["files"])
             case "finished":
-                self.devices = event["devices"]
+                self.devices, self.measured = event["devices"], event["measured"]
                 self._write(event)
 
     def _step(self, event: Event) -> None:
@@ -148,7 +149,7 @@ class Recorder:
         seconds = round(time.monotonic() - self.begun, 1)
         damaged = {name: reason for found in self.damaged.values() for name, reason in found.items()}
         facts = {"seconds": seconds, "devices": self.devices, "over_memory": over, "damaged": damaged}
-        return self.last | self.metrics | facts
+        return self.last | self.metrics | facts | {"measured": self.measured}
 
 
 def _tensorboard(folder: Path) -> Any:

@@ -19,7 +19,8 @@ from manyhands.data.batches import Loader
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.codec import decode, encode
 from manyhands.ir.geometry import Tile
-from manyhands.ir.plan import Plan
+from manyhands.ir.plan import Cost, Plan
+from manyhands.planning.explaining import segments_of
 from manyhands.planning.feeding import Feed
 from manyhands.runtime.allocator import return_freed_memory
 from manyhands.runtime.packets import Packet, receive_packet, send_packet
@@ -78,7 +79,7 @@ class Runner:
         self.channels_last: list[JsonValue] = [
             bool(last) for last in self._everyone([int(self.trainer.channels_last or 0)])
         ]
-        self.sent_before = self.transport.sent_bytes
+        self.sent_before, self.step_bytes = self.transport.sent_bytes, 0
 
     def _agree(self, run: Run) -> Agreed:
         """The first device tells the others what it was told."""
@@ -179,14 +180,17 @@ class Runner:
         for step in range(self.agreed.start, self.num_steps):
             self._set_rate(step)
             numbers = range(step * job.accumulate, (step + 1) * job.accumulate)
-            start = time.perf_counter()
+            start, sent = time.perf_counter(), self.transport.sent_bytes
             loss = self.trainer.step(*(partial(self.take, loader, number) for number in numbers), cut=True)
             seconds += time.perf_counter() - start
+            self.step_bytes = self.transport.sent_bytes - sent
             self._check(loss, step)
             if loader is not None and len(loader.damaged) > damaged:
                 damaged = len(loader.damaged)
                 say("damaged", files=loader.damaged)
             self._report(step, loss, seconds)
+            if step == self.agreed.start:  # the first step warms up
+                self.trainer.worker.spent_s = [0.0] * len(self.trainer.worker.program.steps)
             done = step + 1
             if saved := self.due(done, job.checkpoint.every):
                 self.save(done)
@@ -196,7 +200,7 @@ class Runner:
                 if not saved:
                     self.save(done)
                 break
-        self.finish(value)
+        self.finish(value, done - self.agreed.start if self.num_steps > self.agreed.start else 0)
         if loader is not None:
             loader.close()
 
@@ -338,8 +342,8 @@ class Runner:
         path = checkpoints.write(folder, facts, state.model, state.optimiser, job.checkpoint.keep)
         say("saved", step=done, path=str(path), seconds=time.perf_counter() - start)
 
-    def finish(self, value: float | None) -> None:
-        """The whole model in one file, under the user's own names."""
+    def finish(self, value: float | None, num_steps: int) -> None:
+        """The whole model in one file, under the user's own names; what so many steps cost."""
         state = self.trainer.collect()
         if state is not None and self.job.save is not None:
             facts = {
@@ -351,7 +355,30 @@ class Runner:
             if self.facts.num_classes is not None:
                 facts["num_classes"] = str(self.facts.num_classes)
             checkpoints.save_model(Path(self.job.save), state.model, facts)
-        say("finished", devices=self._devices(), metric=value)
+        devices = self._devices()
+        say("finished", devices=devices, metric=value, measured=self._measured(devices, num_steps))
+
+    def _measured(self, devices: dict[str, dict[str, int]], num_steps: int) -> Any:
+        """What a step cost on every device and in every segment: the forecast's own type."""
+        spent, lowered = self.trainer.worker.spent_s, self.trainer.lowered
+        segments = [0.0] * len(lowered.plan.segments)
+        for position, segment in segments_of(lowered, self.trainer.worker.program).items():
+            segments[segment] += spent[position]
+        micros = [round(1e6 * seconds) for seconds in (sum(spent), *segments)]
+        everyone = [numbers.tolist() for numbers in self._everyone([self.step_bytes, *micros])]
+        if num_steps < 2:
+            return None
+        totals, *columns = zip(
+            *([n / 1e6 / (num_steps - 1) for n in numbers[1:]] for numbers in everyone), strict=True
+        )
+        return encode(
+            Cost(
+                max(totals),
+                sum(numbers[0] for numbers in everyone),
+                tuple((name, facts["peak_bytes"]) for name, facts in devices.items()),
+                tuple(tuple(zip(self.place.devices, column, strict=True)) for column in columns),
+            )
+        )
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,23 +8,30 @@ from typing import Any
 
 from rich.console import Console
 
-from manyhands.reporting.text import amount, plan_view
+from manyhands.ir.codec import decode, encode
+from manyhands.ir.plan import Cost
+from manyhands.reporting.text import amount, comparison, plan_view
 from manyhands.training.jobs import Job
 from manyhands.training.recording import Recorder
 from manyhands.training.sheets import SURE, detection_sheet
-from manyhands.training.starting import Start, make_ready, plan_facts, train
+from manyhands.training.starting import Start, forecast, make_ready, plan_facts, train
 
 
 def train_and_show(job: Job, name: str | None, *, resume: bool, quiet: bool, as_json: bool) -> dict[str, Any]:
     """Run a job; the same facts as the console shows."""
     start = make_ready(job, name, resume=resume)
     console = Console(stderr=as_json)
+    if not start.needed:
+        console.print(f"{name} is not needed: the plan is faster without it.", highlight=False, markup=False)
+        return {}
     if not quiet and not as_json:
         _introduce(console, start)
     limits = {device.name: device.memory_bytes for device in start.cluster.devices}
     folder = Path(job.folder or ".")
     recorder = Recorder(folder, limits, quiet=quiet, as_json=as_json, console=console)
     summary = train(start, recorder)
+    foreseen = forecast(start)
+    summary["foreseen"] = None if foreseen is None else encode(foreseen)
     pictures = _pictures(start)
     if pictures is not None:
         summary["picture"] = str(pictures)
@@ -32,6 +39,10 @@ def train_and_show(job: Job, name: str | None, *, resume: bool, quiet: bool, as_
         print(json.dumps({"event": "summary"} | summary), flush=True)
     else:
         _conclude(console, job, summary)
+        if foreseen is not None and summary["measured"] is not None and not quiet:
+            assert start.lowered is not None
+            names = [f"{s.layers[0]} .. {s.layers[-1]}" for s in start.lowered.plan.segments]
+            console.print(comparison(foreseen, decode(Cost, summary["measured"]), names))
     return summary
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import encode, to_json
+from manyhands.ir.plan import Cost
 from manyhands.loading import devices_here
+from manyhands.planning.explaining import forecast as foresee
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.summary import summarise
 from manyhands.runtime.ranks import Event, launch
@@ -35,6 +37,11 @@ class Start:
     lowered: Lowered | None
     checkpoint: checkpoints.Checkpoint | None
 
+    @property
+    def needed(self) -> bool:
+        """Has this machine a part in the plan?"""
+        return self.here is None or self.here[0] in self.cluster.names
+
 
 def make_ready(job: Job, name: str | None, *, resume: bool) -> Start:
     """Check everything that can be checked before a process is started."""
@@ -51,6 +58,8 @@ def make_ready(job: Job, name: str | None, *, resume: bool) -> Start:
     train, test = preparing.datasets(job, here[0] if here else cluster.names[0])
     facts = preparing.find_facts(job, train, test)
     facts, lowered = preparing.make_plan(job, facts, cluster)
+    used = tuple(device for device in cluster.devices if device.name in lowered.plan.devices)
+    cluster = replace(cluster, devices=used)
     preparing.check(job, train, facts, lowered)
     if job.init is not None and is_first:
         with torch.device("meta"):
@@ -140,3 +149,8 @@ def threads(start: Start) -> int:
 def plan_facts(start: Start) -> Any:
     assert start.lowered is not None
     return summarise(start.lowered, start.cluster)
+
+
+def forecast(start: Start) -> Cost | None:
+    """What a step was expected to cost; None where the first device alone knows the plan."""
+    return None if start.lowered is None else foresee(start.lowered, start.cluster)

@@ -1,0 +1,124 @@
+"""Are memory limits kept: random models, clusters and limits, run where the kernel kills who needs more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from manyhands import api
+from manyhands.emulation.cgroups import limited, why_not
+from manyhands.errors import RequestError, RunError
+from manyhands.ir.cluster import Cluster, Device
+from manyhands.ir.codec import encode
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan
+from manyhands.loading import load_model
+from manyhands.reporting.text import amount
+from manyhands.runtime.ranks import launch
+from manyhands.tasks import MeasureJob
+
+MODELS = (
+    ("resnet18", (3, 96, 96)),
+    ("mobilenetv2", (3, 96, 96)),
+    ("unet-small", (3, 96, 96)),
+    ("yolov2-16", (3, 160, 160)),
+    ("resnet50", (3, 96, 96)),
+)
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case: refused beforehand, or run under a real limit and then held, or not."""
+
+    case: str
+    limit_bytes: int
+    plan: str  # its layouts, or why there is none
+    foreseen_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
+    verdict: str  # "refused", "held" or what went wrong
+
+    @property
+    def within(self) -> bool:
+        return self.verdict in ("refused", "held")
+
+
+def run(count: int, seed: int, tell: Callable[[str], None]) -> tuple[Row, ...]:
+    if reason := why_not():
+        raise RequestError(f"{reason}.")
+    random, rows = Random(seed), []
+    for number in range(count):
+        tell(f"case {number + 1} of {count}")
+        rows.append(_case(random))
+    return tuple(rows)
+
+
+def _case(random: Random) -> Row:
+    """A random model, batch and cluster; a limit around what the best plan without one would need."""
+    name, shape = random.choice(MODELS)
+    batch, num_devices = random.choice((2, 4, 8)), random.choice((1, 2, 3))
+    with torch.device("meta"):
+        model = load_model(name)
+    graph = api.trace(model, torch.empty(batch, *shape, device="meta")).graph
+    devices = tuple(
+        Device(f"device-{i}", flops_per_s=random.choice((1e9, 2e9, 4e9))) for i in range(num_devices)
+    )
+    cluster = Cluster(devices, random.choice((1e7, 1e9)), 1e-4)
+    free = api.choose(graph, cluster).best
+    assert free is not None
+    limit = int(max(size for _, size in free.cost.peak_bytes) * random.uniform(0.75, 1.2))
+    limited_cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=limit) for d in devices))
+    case = f"{name} {shape[1]}, batch {batch}, {num_devices} devices"
+    return _judge(case, name, shape, graph, limited_cluster, limit)
+
+
+def _judge(case: str, name: str, shape: tuple[int, ...], graph: Graph, cluster: Cluster, limit: int) -> Row:
+    best = api.choose(graph, cluster).best
+    if best is None:
+        return Row(case, limit, "", (), (), "refused")
+    layouts = ", ".join(dict.fromkeys(str(segment.layout) for segment in best.plan.segments))
+    foreseen = tuple(size for _, size in best.cost.peak_bytes)
+    try:
+        measured = _run_limited(name, shape, best.plan, limit)
+    except RunError as error:
+        return Row(case, limit, layouts, foreseen, (), str(error))
+    return Row(case, limit, layouts, foreseen, measured, "held")
+
+
+def _run_limited(name: str, shape: tuple[int, ...], plan: Plan, limit: int) -> tuple[int, ...]:
+    """Peak of each process, every one in a group of its own."""
+    job = encode(MeasureJob(name, (shape,), plan, STEPS, 0, True))
+    with ExitStack() as groups:
+        within = {
+            device: groups.enter_context(limited(f"manyhands-{os.getpid()}-{device}", limit))
+            for device in plan.devices
+        }
+        said = launch("measure", job, plan.devices, within=within)
+    facts = [next(e for e in said[device] if e["event"] == "memory") for device in plan.devices]
+    return tuple(each["peak_bytes"] for each in facts)
+
+
+def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+    return [asdict(row) | {"within": row.within} for row in rows]
+
+
+def table(rows: tuple[Row, ...]) -> Table:
+    table = Table(title="Memory limits that the kernel keeps")
+    for heading in ("case", "limit", "plan", "foreseen", "measured", "verdict"):
+        table.add_column(heading)
+    for row in rows:
+        foreseen, measured = (
+            " ".join(amount(size) for size in sizes) for sizes in (row.foreseen_bytes, row.measured_bytes)
+        )
+        table.add_row(row.case, amount(row.limit_bytes), row.plan, foreseen, measured, row.verdict)
+    held = sum(row.verdict == "held" for row in rows)
+    refused = sum(row.verdict == "refused" for row in rows)
+    table.caption = f"{held} held, {refused} refused beforehand, {len(rows) - held - refused} failed"
+    return table
