@@ -20,6 +20,7 @@ from manyhands.loading import (
     parse_bytes,
     parse_inputs,
 )
+from manyhands.measuring import known_local
 from manyhands.planning.lowering import Lowered
 from manyhands.tracing.graphs import Traced
 
@@ -55,7 +56,10 @@ class Request:
         if cluster is not None and devices is not None:
             raise RequestError("give either --cluster or --devices, not both.")
         inputs = parse_inputs(input or default_input(model))
+        traced = _trace(model, inputs, batch, precision)
         found = load_cluster(cluster, devices)
+        if cluster is None:
+            found = known_local(traced.graph, len(found.devices))
         if memory is not None:
             limit = parse_bytes(memory)
             limited = tuple(replace(d, memory_bytes=d.memory_bytes or limit) for d in found.devices)
@@ -68,7 +72,7 @@ class Request:
             strategy,
             _shares(shares),
             None if fuse is None else tuple(name.strip() for name in fuse.split(",") if name.strip()),
-            _trace(model, inputs, batch, precision),
+            traced,
             precision,
         )
 

@@ -216,5 +216,20 @@ def survey(job: dict[str, Any], place: Place) -> None:
     take_part(decode(SurveyJob, job), place, connect(place))
 
 
+def rehearse(job: dict[str, Any], place: Place) -> None:
+    """One device's part of several plans, alone and timed."""
+    from manyhands.measurements import rehearse as run
+
+    run(job, place)
+
+
+def compare(job: dict[str, Any], place: Place) -> None:
+    """Steps of several plans in turn, timed."""
+    from manyhands.measurements import compare as run
+
+    run(job, place)
+
+
 TASKS: dict[str, Callable[[Any, Place], None]] = {"verify": verify, "demo": demo, "measure": measure}
 TASKS |= {"plain": measure_plain, "train": train, "survey": survey}
+TASKS |= {"rehearse": rehearse, "compare": compare}

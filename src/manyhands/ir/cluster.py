@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from manyhands.ir.profile import Profile
 
@@ -82,6 +83,11 @@ def local_cluster(num_devices: int) -> Cluster:
     return Cluster(tuple(Device(f"device-{i}") for i in range(num_devices)), 1e9, 50e-6, cores=cores_here())
 
 
-def cores_here() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def cores_here(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: those it is bound to, or fewer where a container's time is limited."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        limit, period = quota.read_text().split()
+        return max(1, min(bound, round(int(limit) / int(period))))
+    except (OSError, ValueError):  # no such system, or no limit
+        return bound

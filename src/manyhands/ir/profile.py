@@ -6,6 +6,28 @@ from dataclasses import dataclass
 
 from manyhands.ir.graph import Layer
 
+POST, CARRY = "post", "carry"  # lines of messages: to hand one over, and the work of threads that carry it
+AXES = ("batch", "channels", "map")  # along which a tile is a fraction of the whole result
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSample:
+    """Seconds of one layer on one tile, as it went in the middle of a step; fractions as in `AXES`."""
+
+    kind: str
+    fractions: tuple[float, float, float]
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """Seconds of a step that computes no layer, and the bytes it touched."""
+
+    step: str
+    num_bytes: int
+    seconds: float
+
 
 @dataclass(frozen=True, slots=True)
 class Factor:
@@ -55,7 +77,20 @@ class Profile:
     lines: tuple[Line, ...]
 
 
-def kind_of(layer: Layer) -> str:
-    """Layers of one kind take equally long on the same part: operation, weights and map are alike."""
+def kind_of(layer: Layer, exchanged: bool = False) -> str:
+    """Layers of one kind take equally long on the same part: operation, weights and map are alike.
+
+    A norm whose statistics are exchanged computes less by itself, and is a kind of its own.
+    """
     weights = " ".join("x".join(map(str, p.shape)) for p in layer.parameters if p.role == "weight")
-    return f"{layer.operation} {weights} {'x'.join(map(str, layer.shape[1:]))}"
+    text = f"{layer.operation} {weights} {'x'.join(map(str, layer.shape[1:]))}"
+    return f"{text} exchanged" if exchanged else text
+
+
+def fractions(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[float, float, float]:
+    """How much of a result of this shape a tile of that shape is, along batch, channels and map."""
+    parts = [size / whole if whole else 1.0 for size, whole in zip(tile, shape, strict=True)]
+    area = 1.0
+    for part in parts[2:]:
+        area *= part
+    return parts[0] if parts else 1.0, parts[1] if parts[1:] else 1.0, area

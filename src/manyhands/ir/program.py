@@ -9,6 +9,8 @@ from itertools import takewhile
 
 from manyhands.ir.geometry import Tile
 
+SENDING_BYTES = 4 << 20  # what may be on its way out while computing goes on; it is held in memory
+
 
 class Content(Enum):
     """What a message or a buffer holds."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import prod
 
 from manyhands.ir.cluster import Cluster, Link
-from manyhands.ir.geometry import Tile
+from manyhands.ir.geometry import Shape, Tile
 from manyhands.ir.graph import ITEM_BYTES, Convolve, Deconvolve, Graph, Layer, Linear, Pool, Rearrange, Whole
+from manyhands.ir.profile import AXES, CARRY, POST, Factor, Line, Timing, fractions, kind_of
 
 BACKWARD = 2.0  # backward over forward, where nothing was measured: gradients of inputs and of weights
 BARE_BYTES = 310 << 20  # of a process, where nothing was measured
@@ -47,19 +49,69 @@ class Costs:
         self.cluster = cluster
         self.devices = {device.name: device for device in cluster.devices}
         self.links: dict[tuple[str, str], Link] = {}
+        self.curves: dict[str, dict[str, Curves]] = {}
+        self.lines: dict[str, dict[str, Line]] = {}
+        self.kinds: dict[int, tuple[Layer, str, str]] = {}  # by identity: the layer is kept, so it stays one
+        self.known: dict[tuple[str, int, Shape, bool], tuple[float, float]] = {}
+        for profile in cluster.profiles:
+            self.curves[profile.device] = {timing.kind: Curves(timing) for timing in profile.timings}
+            self.lines[profile.device] = {line.step: line for line in profile.lines}
 
-    def layer(self, device: str, layer: Layer, tile: Tile) -> tuple[float, float]:
-        """Seconds of forward and of backward of a tile of a layer's result."""
-        if not tile.numel or isinstance(layer.operation, Rearrange):
+    def layer(self, device: str, layer: Layer, tile: Tile, exchanged: bool = False) -> tuple[float, float]:
+        """Seconds of forward and of backward of a tile of a layer's result.
+
+        `exchanged`: it is a norm or mean whose statistics are put together from several devices.
+        """
+        key = device, id(layer), tile.shape, exchanged
+        if key not in self.known:
+            self.known[key] = self._layer(device, layer, tile, exchanged)
+        return self.known[key]
+
+    def _layer(self, device: str, layer: Layer, tile: Tile, exchanged: bool) -> tuple[float, float]:
+        alone, together = self._kinds(layer)
+        if not tile.numel:
+            return 0.0, 0.0
+        if curves := self.curves.get(device):
+            found = curves.get(together if exchanged else alone) or curves.get(alone) or curves.get(together)
+            if found is not None:
+                return found.seconds(layer.shape, tile.shape)
+        if isinstance(layer.operation, Rearrange):
             return 0.0, 0.0
         rates = self.devices[device]
         passes = 3 * tile_bytes(layer, tile) / rates.memory_bytes_per_s
         seconds = rates.launch_s + forward_flops(layer, tile) / rates.flops_per_s + passes
         return seconds, BACKWARD * seconds if layer.differentiable else 0.0
 
+    def _kinds(self, layer: Layer) -> tuple[str, str]:
+        if id(layer) not in self.kinds:
+            self.kinds[id(layer)] = layer, kind_of(layer), kind_of(layer, exchanged=True)
+        _, alone, together = self.kinds[id(layer)]
+        return alone, together
+
     def step(self, device: str, step: str, num_bytes: int) -> float:
-        """Seconds of a step that computes no layer: "send", "place", "measure" and so on."""
-        return STEP_S + 2 * num_bytes / self.devices[device].memory_bytes_per_s
+        """Seconds of a step that computes no layer: "send", "send value", "place", "measure" and so on."""
+        lines = self.lines.get(device)
+        if lines is None:
+            return STEP_S + 2 * num_bytes / self.devices[device].memory_bytes_per_s
+        line = lines.get(step) or lines.get(step.split()[0])
+        return line.seconds(num_bytes) if line is not None else 0.0
+
+    def begin(self, device: str) -> float:
+        """Seconds before the first step."""
+        return self._line(device, "begin", 0)
+
+    def post(self, device: str, num_bytes: int) -> float:
+        """Of the seconds of sending, those of handing over: the message is on its way meanwhile."""
+        return self._line(device, POST, num_bytes)
+
+    def carry(self, device: str, num_bytes: int) -> float:
+        """Seconds that a core works on a message besides, where devices share cores."""
+        return self._line(device, CARRY, num_bytes)
+
+    def _line(self, device: str, step: str, num_bytes: int) -> float:
+        """As measured, or nothing."""
+        line = self.lines.get(device, {}).get(step)
+        return line.seconds(num_bytes) if line is not None else 0.0
 
     def bare_bytes(self, device: str) -> int:
         """Memory of a process that is ready to train and holds no weights yet."""
@@ -70,3 +122,45 @@ class Costs:
         if (source, target) not in self.links:
             self.links[source, target] = self.cluster.link(source, target)
         return self.links[source, target]
+
+
+class Curves:
+    """What was measured of one kind of layer, to be asked for any tile."""
+
+    def __init__(self, timing: Timing) -> None:
+        self.timing, factors = timing, dict(timing.factors)
+        self.axes = tuple(_Curve(factors.get(axis, ())) for axis in AXES)
+
+    def seconds(self, shape: Shape, tile: Shape) -> tuple[float, float]:
+        """Forward and backward of a tile of that shape."""
+        of_batch, of_channels, of_map = fractions(shape, tile)
+        forward, backward = self.timing.forward_s, self.timing.backward_s
+        parts = of_batch * shape[0] / self.timing.batch if shape else 1.0, of_channels, of_map
+        for curve, fraction in zip(self.axes, parts, strict=True):
+            ahead, back = curve.at(fraction)
+            forward, backward = forward * ahead, backward * back
+        return forward, backward
+
+
+class _Curve:
+    """Factors between the measured fractions of one axis; the whole has factor one."""
+
+    def __init__(self, factors: tuple[Factor, ...]) -> None:
+        self.points = [(0.0, 0.0, 0.0), *((f.fraction, f.forward, f.backward) for f in factors)]
+        self.points.append((1.0, 1.0, 1.0))
+        self.fractions = [point[0] for point in self.points]
+
+    def at(self, fraction: float) -> tuple[float, float]:
+        if fraction == 1.0:
+            return 1.0, 1.0
+        end = min(max(bisect_left(self.fractions, fraction), 2), len(self.points) - 1)
+        if end < 2:  # nothing was measured along this axis
+            return fraction, fraction
+        (low, *below), (high, *above) = self.points[end - 1], self.points[end]
+        part = (fraction - low) / (high - low)
+        line = [b + (a - b) * part for b, a in zip(below, above, strict=True)]
+        if low <= fraction <= high:
+            return line[0], line[1]
+        nearest = (low, below) if fraction < low else (high, above)  # beyond: never better than in proportion
+        floor = [value * fraction / nearest[0] for value in nearest[1]]
+        return max(line[0], floor[0]), max(line[1], floor[1])

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from manyhands.planning.costs import Costs
 from manyhands.planning.pieces import Numbers
 
+STEPS = ("send value", "expect value", "receive value")
 _LARGE = 1 << 20
 
 
@@ -19,10 +20,7 @@ class Rounds:
         self.per_byte_s = np.array([[1 / k.bytes_per_s if k else 0.0 for k in row] for row in links])
         self.latency_s = np.array([[k.latency_s if k else 0.0 for k in row] for row in links])
         self.cores, self.shared_bytes_per_s = costs.cluster.cores, costs.cluster.shared_bytes_per_s
-        self.lines = {
-            step: np.array([_line(costs, device, step) for device in devices])
-            for step in ("send", "expect", "receive")
-        }
+        self.lines = {step: np.array([_line(costs, device, step) for device in devices]) for step in STEPS}
         self.known: dict[tuple[object, ...], float] = {}
 
     def together(self, seconds: Numbers) -> Numbers:
@@ -40,9 +38,10 @@ class Rounds:
         moving = np.maximum(travel.sum(axis=-1).max(axis=-1), travel.sum(axis=-2).max(axis=-1))
         if self.shared_bytes_per_s is not None:
             moving = np.maximum(moving, num_bytes.sum(axis=(-1, -2)) / self.shared_bytes_per_s)
-        handling = self._handled("send", some.sum(axis=-1), num_bytes.sum(axis=-1))
+        send, expect, receive = STEPS
+        handling = self._handled(send, some.sum(axis=-1), num_bytes.sum(axis=-1))
         arrived = some.sum(axis=-2), num_bytes.sum(axis=-2)
-        handling = handling + self._handled("expect", *arrived) + self._handled("receive", *arrived)
+        handling = handling + self._handled(expect, *arrived) + self._handled(receive, *arrived)
         latency: Numbers = (self.latency_s * some).max(axis=(-1, -2))
         total: Numbers = latency + moving + self.together(handling)
         return total
@@ -69,7 +68,7 @@ class Rounds:
         busy = np.flatnonzero(shared_bytes)
         rates = self.per_byte_s[np.ix_(busy, busy)]
         usual = float(rates.sum()) / max(int(np.count_nonzero(rates)), 1)
-        fixed = sum(self.lines[step][busy].max(axis=0)[1] for step in ("send", "receive"))
+        fixed = sum(self.lines[step][busy].max(axis=0)[1] for step in STEPS)
         alone = float(shared_bytes.max()) * (usual + float(fixed))
         if self.shared_bytes_per_s is not None:
             alone = max(alone, float(shared_bytes.sum()) / self.shared_bytes_per_s)

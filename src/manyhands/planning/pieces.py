@@ -106,10 +106,10 @@ class Pieces:
         readers = self.readers[name]
         return name in self.units.graph.outputs or not readers or any(r not in inside for r in readers)
 
-    def layer_seconds(self, index: int, layer: Layer, tile: Tile) -> tuple[float, float]:
-        key = self.device_form[index], self.form_of[layer.name], tile.shape
+    def layer_seconds(self, index: int, layer: Layer, tile: Tile, exchanged: bool) -> tuple[float, float]:
+        key = self.device_form[index], self.form_of[layer.name], tile.shape, exchanged
         if key not in self.seconds:
-            self.seconds[key] = self.costs.layer(self.devices[index], layer, tile)
+            self.seconds[key] = self.costs.layer(self.devices[index], layer, tile, exchanged)
         return self.seconds[key]
 
 
@@ -189,7 +189,8 @@ class _Cutter:
         for layer in self.layers:
             for index, tile in enumerate(self.computed[layer.name]):
                 if tile.numel:
-                    seconds = self.pieces.layer_seconds(index, layer, tile)
+                    exchanged = layer.name in self.exchanged
+                    seconds = self.pieces.layer_seconds(index, layer, tile, exchanged)
                     forward[index] += seconds[0]
                     backward[index] += seconds[1]
                     size = tile_bytes(layer, tile)
@@ -201,12 +202,12 @@ class _Cutter:
             for name in dict.fromkeys(n for layer in self.layers for n in layer.inputs)
             if name in self.wanted
         )
-        exchanged = tuple(
+        told = tuple(
             2 * layer.item_bytes * layer.shape[1]
             for layer in self.layers
             if layer.name in self.exchanged and layer.inputs[0] in self.inside
         )
-        return Piece(forward, backward, kept, passing, weights, shared, readings, exchanged)
+        return Piece(forward, backward, kept, passing, weights, shared, readings, told)
 
     def _counted(self, name: str) -> bool:
         return any(reader in self.exchanged for reader in self.pieces.readers[name] if reader in self.inside)

@@ -1,17 +1,20 @@
-"""Run programs on paper: when each step would start and stop, and how many bytes are alive."""
+"""Run programs on paper: when each step would start and stop, on every device and on the links."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.plan import Cost
 from manyhands.ir.program import (
+    SENDING_BYTES,
     Backward,
-    Correct,
     Drop,
     Forward,
-    Measure,
     Message,
     Prepare,
     Program,
@@ -20,9 +23,13 @@ from manyhands.ir.program import (
     Step,
     sent_bytes,
 )
-from manyhands.planning.costs import forward_flops, tile_bytes, weight_bytes
+from manyhands.ir.sizes import Sizes
+from manyhands.planning.costs import Costs, tile_bytes, weight_bytes
 from manyhands.planning.liveness import Buffer, Liveness
 from manyhands.planning.lowering import Lowered
+from manyhands.planning.weights import owned_bytes
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,84 +55,219 @@ class Deadlock(Exception):
 
 
 def simulate(lowered: Lowered, cluster: Cluster) -> Timeline:
-    """The timeline of one training step. A device computes and sends at once; its sends leave one by one."""
-    devices = [_Clock(lowered, program, cluster) for program in lowered.programs]
-    arrivals: dict[Message, float] = {}
-    while unfinished := [device for device in devices if device.position < len(device.steps)]:
-        if not any([device.advance(arrivals) for device in unfinished]):
-            raise Deadlock("; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished))
-    cost = Cost(
-        seconds=max(device.now for device in devices),
-        traffic_bytes=sum(sent_bytes(program) for program in lowered.programs),
-        peak_bytes=tuple((device.name, device.peak) for device in devices),
+    """The timeline of one training step.
+
+    A device computes and sends at once; its messages leave one by one. Where devices share a medium, so do
+    all messages. Where they share the cores of one machine, whatever computes or carries messages at a time
+    gets an equal part of them, so the timeline is stretched by as much as cores are short.
+    """
+    costs, medium = Costs(cluster), _Medium(cluster.shared_bytes_per_s)
+    owned = owned_bytes(lowered.graph, lowered.holders, lowered.buckets)
+    devices = [
+        _Clock(program, _step_seconds(lowered, program, owned.get(program.device, 0), costs), costs, medium)
+        for program in lowered.programs
+    ]
+    _run(devices, medium.shared)
+    warp = _Warp([i for device in devices for i in (*device.busy, *device.carried)], cluster.cores)
+    events = tuple(
+        Event(device.name, index, warp(start), warp(stop))
+        for device in devices
+        for index, (start, stop) in enumerate(device.events)
     )
-    return Timeline(cost, tuple(event for device in devices for event in device.events))
+    cost = Cost(
+        seconds=warp(max(device.now for device in devices)),
+        traffic_bytes=sum(sent_bytes(program) for program in lowered.programs),
+        peak_bytes=_peaks(lowered, owned),
+    )
+    return Timeline(cost, events)
+
+
+def _run(devices: list[_Clock], in_order: bool) -> None:
+    """Let every device go on until it waits for a message that was not sent yet; who sends it wakes it.
+
+    In order: the device that is furthest behind goes next, from one message to the next.
+    """
+    arrivals: dict[int, float] = {}
+    waiting: dict[int, int] = {}  # tag -> position of the device
+    ready = [(0.0, position) for position in range(len(devices))]
+    heapify(ready)
+    while ready:
+        _, position = heappop(ready)
+        device = devices[position]
+        launched = device.advance(arrivals, in_order)
+        if device.position < len(device.steps):
+            step = device.steps[device.position]
+            if isinstance(step, Receive) and step.message.tag not in arrivals:
+                waiting[step.message.tag] = position
+            else:
+                heappush(ready, (device.now, position))
+        for tag in launched:
+            if tag in waiting:
+                woken = waiting.pop(tag)
+                heappush(ready, (max(devices[woken].now, arrivals[tag]), woken))
+    if unfinished := [device for device in devices if device.position < len(device.steps)]:
+        raise Deadlock("; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished))
+
+
+class _Medium:
+    """What all messages have to share, if they do: one after another, at its rate."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self.bytes_per_s, self.free_s = bytes_per_s, 0.0
+
+    @property
+    def shared(self) -> bool:
+        return self.bytes_per_s is not None
+
+    def begin(self, ready_s: float, num_bytes: int) -> tuple[float, float]:
+        """When a message can begin to leave, and the seconds that the medium needs for it."""
+        if self.bytes_per_s is None:
+            return ready_s, 0.0
+        begin, seconds = max(ready_s, self.free_s), num_bytes / self.bytes_per_s
+        self.free_s = begin + seconds
+        return begin, seconds
 
 
 class _Clock:
-    """One device's time and memory."""
+    """One device's time."""
 
-    def __init__(self, lowered: Lowered, program: Program, cluster: Cluster) -> None:
+    def __init__(self, program: Program, seconds: list[float], costs: Costs, medium: _Medium) -> None:
         self.name, self.steps, self.position = program.device, program.steps, 0
-        self.layers, self.cluster, self.regions = lowered.graph.by_name(), cluster, lowered.regions
-        self.speed = next(d.flops_per_s for d in cluster.devices if d.name == program.device)
+        self.seconds, self.costs, self.medium = seconds, costs, medium
+        self.now = costs.begin(self.name)
+        self.began_s = 0.0
+        self.link_free_s = 0.0
+        self.sending: deque[tuple[float, int]] = deque()  # when each leaves, and its bytes
+        self.sending_bytes = 0
+        self.events: list[Interval] = []
+        self.busy: list[Interval] = []  # from the end of one wait to the beginning of the next
+        self.carried: list[Interval] = []  # when messages of this device kept a core busy
+
+    def advance(self, arrivals: dict[int, float], in_order: bool) -> list[int]:
+        """Go on until a message is missing (or, in order, until one was sent); the tags of what was sent."""
+        launched: list[int] = []
+        steps, seconds = self.steps, self.seconds
+        while self.position < len(steps):
+            step = steps[self.position]
+            if isinstance(step, Receive):
+                arrival = arrivals.get(step.message.tag)
+                if arrival is None:
+                    break
+                self._wait(arrival)
+            start = self.now
+            self.now = start + seconds[self.position]
+            if isinstance(step, Send):
+                arrivals[step.message.tag] = self._launch(step.message)
+                launched.append(step.message.tag)
+            self.events.append((start, self.now))
+            self.position += 1
+            if in_order and launched:
+                break
+        if self.position == len(steps):
+            self._wait(self.link_free_s)
+            self.busy.append((self.began_s, self.now))
+        return launched
+
+    def _wait(self, until_s: float) -> None:
+        if until_s > self.now:
+            self.busy.append((self.began_s, self.now))
+            self.now = self.began_s = until_s
+
+    def _launch(self, message: Message) -> float:
+        """Hand a message over; when it arrives. Too much on its way out holds the device up."""
+        link = self.costs.link(message.source, message.target)
+        handed = self.now - self.costs.post(self.name, message.num_bytes)
+        begin, shared_s = self.medium.begin(max(handed, self.link_free_s), message.num_bytes)
+        leaves = begin + max(message.num_bytes / link.bytes_per_s, shared_s)
+        self.carried.append((max(begin, leaves - self.costs.carry(self.name, message.num_bytes)), leaves))
+        self.link_free_s = leaves
+        self.sending.append((leaves, message.num_bytes))
+        self.sending_bytes += message.num_bytes
+        while self.sending_bytes >= SENDING_BYTES:
+            oldest, num_bytes = self.sending.popleft()
+            self.sending_bytes -= num_bytes
+            self._wait(oldest)
+        return leaves + link.latency_s
+
+
+def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) -> list[float]:
+    """Of every step of a program, without waiting for anybody."""
+    device, regions, layers = program.device, lowered.regions, lowered.graph.by_name()
+    sizes = Sizes(
+        lowered.graph,
+        device,
+        {name: tiles[device] for name, tiles in regions.home.items()},
+        {name: tiles[device] for name, tiles in regions.computed.items()},
+        {key: tiles[device] for key, tiles in regions.needed.items() if device in tiles},
+        owned,
+        {bucket.index: bucket for bucket in lowered.buckets if device in dict(bucket.parts)},
+    )
+    chunks: dict[int, tuple[float, float]] = {}
+    known: dict[tuple[str, int], float] = {}
+
+    def seconds(step: Step) -> float:
+        kind, num_bytes = sizes.of(step)
+        if (kind, num_bytes) not in known:
+            known[kind, num_bytes] = costs.step(device, kind, num_bytes)
+        own = known[kind, num_bytes]
+        match step:
+            case Forward(chunk, names):
+                each = [
+                    costs.layer(device, layers[n], regions.computed[n][device], n in regions.exchanged)
+                    for n in names
+                ]
+                chunks[chunk] = sum(f for f, _ in each), sum(b for _, b in each)
+                return own + chunks[chunk][0]
+            case Backward(chunk):
+                return own + chunks[chunk][1]
+            case _:
+                return own
+
+    return [seconds(step) for step in program.steps]
+
+
+class _Warp:
+    """From the time of a machine with cores enough to that of one that must share them."""
+
+    def __init__(self, intervals: Iterable[Interval], cores: int | None) -> None:
+        self.given, self.real, self.slowness = [0.0], [0.0], [1.0]
+        if cores is None:
+            return
+        changes: list[tuple[float, int]] = []
+        for start, stop in intervals:
+            if stop > start:
+                changes += [(start, 1), (stop, -1)]
+        active = 0
+        for time_s, change in sorted(changes):
+            if time_s > self.given[-1]:
+                self.real.append(self(time_s))
+                self.given.append(time_s)
+                self.slowness.append(1.0)
+            active += change
+            self.slowness[-1] = max(1.0, active / cores)
+
+    def __call__(self, time_s: float) -> float:
+        place = bisect_right(self.given, time_s) - 1
+        return self.real[place] + (time_s - self.given[place]) * self.slowness[place]
+
+
+def _peaks(lowered: Lowered, owned: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """The most bytes alive on each device."""
+    return tuple((program.device, _Memory(lowered, program, owned).peak) for program in lowered.programs)
+
+
+class _Memory:
+    """One device's tensors through a step."""
+
+    def __init__(self, lowered: Lowered, program: Program, owned: dict[str, int]) -> None:
+        self.name, self.layers, self.regions = program.device, lowered.graph.by_name(), lowered.regions
         self.liveness = Liveness(lowered.graph, lowered.regions, program.device)
-        self.chunks = {s.chunk: s for s in program.steps if isinstance(s, Forward)}
-        self.now = self.link_free = 0.0
-        self.events: list[Event] = []
         held = {name: tiles[self.name] for name, tiles in lowered.holders.items() if self.name in tiles}
-        owned = sum(piece.tile.numel for piece in lowered.territory(self.name).owned)
-        self.alive = self.peak = 2 * weight_bytes(lowered.graph, held) + 4 * owned  # gradients, momentum
+        self.alive = self.peak = 2 * weight_bytes(lowered.graph, held) + owned.get(self.name, 0)
         self.buffers: dict[Buffer, int] = {}
         self.tapes: dict[int, int] = {}
-
-    def advance(self, arrivals: dict[Message, float]) -> bool:
-        start = self.position
-        while self.position < len(self.steps):
-            step = self.steps[self.position]
-            ready = self._ready(step, arrivals)
-            if ready is None:
-                break
-            begin = max(self.now, ready)
-            self.now = begin + self._seconds(step)
-            self._launch(step, arrivals)
+        for step in program.steps:
             self._account(step)
-            self.events.append(Event(self.name, self.position, begin, self.now))
-            self.position += 1
-        return self.position > start
-
-    def _ready(self, step: Step, arrivals: dict[Message, float]) -> float | None:
-        """When a step can start, as far as others are concerned; None: not known yet."""
-        match step:
-            case Receive(message):
-                return arrivals.get(message)
-            case _:
-                return 0.0
-
-    def _seconds(self, step: Step) -> float:
-        match step:
-            case Forward():
-                return self._flops(step) / self.speed
-            case Backward(chunk):
-                return 2 * self._flops(self.chunks[chunk]) / self.speed
-            case Measure(layer) | Correct(layer):
-                source = self.layers[layer].inputs[0]
-                return 5 * self.regions.home[source][self.name].numel / self.speed
-            case _:
-                return 0.0
-
-    def _flops(self, step: Forward) -> int:
-        return sum(forward_flops(self.layers[n], self.regions.computed[n][self.name]) for n in step.layers)
-
-    def _launch(self, step: Step, arrivals: dict[Message, float]) -> None:
-        match step:
-            case Send(message):
-                link = self.cluster.link(message.source, message.target)
-                begin = max(self.now, self.link_free)
-                self.link_free = begin + message.num_bytes / link.bytes_per_s
-                arrivals[message] = self.link_free + link.latency_s
-            case _:
-                pass
 
     def _account(self, step: Step) -> None:
         """Bytes alive after a step."""

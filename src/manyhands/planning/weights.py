@@ -116,6 +116,21 @@ def owned_pieces(
     return (*alone, *shared)
 
 
+def owned_bytes(
+    graph: Graph, holders: dict[str, dict[str, Tile]], buckets: Iterable[Bucket]
+) -> dict[str, int]:
+    """Bytes of the trainable weights of which each device decides; devices that own none are left out."""
+    owned: dict[str, int] = {}
+    for bucket in buckets:
+        for device, _ in bucket.parts:
+            owned[device] = owned.get(device, 0) + bucket.num_bytes(device)
+    for name, parameter in graph.parameters().items():
+        for among, tile in pieces_of(holders[name]) if parameter.trainable else ():
+            if len(among) == 1:
+                owned[among[0]] = owned.get(among[0], 0) + tile.numel * ITEM_BYTES[parameter.dtype]
+    return owned
+
+
 def kept_pieces(graph: Graph, holders: dict[str, dict[str, Tile]], device: str) -> tuple[Piece, ...]:
     """The frozen weights and buffers that this device contributes to the whole model: each has one keeper."""
     return tuple(

@@ -1,1 +1,1 @@
-"""Measures this device and the links to others."""
+"""Measures this device and the links to others, and fits what a planner can ask."""

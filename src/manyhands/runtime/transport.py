@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.errors import DeviceLost
-
-SENDING_BYTES = 4 << 20  # what may be on its way out while computing goes on; it is held in memory
+from manyhands.ir.program import SENDING_BYTES
 
 
 class Pending(Protocol):

@@ -25,6 +25,7 @@ from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.plan import Plan
 from manyhands.loading import default_input, load_cluster, load_model, parse_bytes, parse_inputs
+from manyhands.measuring import known_local
 from manyhands.planning.feeding import Feed, feed_plan
 from manyhands.planning.lowering import Lowered
 from manyhands.training.jobs import AugmentTable, Job
@@ -184,17 +185,24 @@ def job_cluster(job: Job) -> Cluster:
     return replace(cluster, devices=devices)
 
 
-def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Lowered]:
-    """The plan of a job, and the facts with what follows from it. Whatever cannot be is refused here."""
+def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster, Lowered]:
+    """The plan of a job, on the devices that it uses, and the facts with what follows from it.
+
+    Whatever cannot be is refused here.
+    """
     with torch.device("meta"):
         model = build_model(job, facts)
     graph = api.trace(model.train(), example(job)).graph
+    if job.cluster is None:
+        measured = known_local(graph, len(cluster.devices))
+        cluster = replace(measured, devices=cluster.devices)
     plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster))
     lowered = api.lower(graph, plan, clip=job.clip is not None)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]
     if job.evaluate is not None:
         _check_evaluation(model, job, plan)
-    return replace(facts, own_samples=len(samples)), lowered
+    used = tuple(device for device in cluster.devices if device.name in plan.devices)
+    return replace(facts, own_samples=len(samples)), replace(cluster, devices=used), lowered
 
 
 def _required(job: Job, cluster: Cluster) -> tuple[str, ...]:

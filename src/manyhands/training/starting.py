@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,7 @@ def make_ready(job: Job, name: str | None, *, resume: bool) -> Start:
         )
     train, test = preparing.datasets(job, here[0] if here else cluster.names[0])
     facts = preparing.find_facts(job, train, test)
-    facts, lowered = preparing.make_plan(job, facts, cluster)
-    used = tuple(device for device in cluster.devices if device.name in lowered.plan.devices)
-    cluster = replace(cluster, devices=used)
+    facts, cluster, lowered = preparing.make_plan(job, facts, cluster)
     preparing.check(job, train, facts, lowered)
     if job.init is not None and is_first:
         with torch.device("meta"):

@@ -1,0 +1,68 @@
+"""Which kind of step is it, and how many bytes does it touch: what its time depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manyhands.ir.geometry import Tile
+from manyhands.ir.graph import Graph
+from manyhands.ir.program import (
+    Backward,
+    Correct,
+    Drop,
+    Expect,
+    Fold,
+    Forward,
+    Loss,
+    Measure,
+    Place,
+    Prepare,
+    Receive,
+    Return,
+    Send,
+    Square,
+    Step,
+    Update,
+)
+from manyhands.ir.territory import Bucket
+
+
+class Sizes:
+    """The bytes of one device's steps."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        device: str,
+        home: Mapping[str, Tile],
+        computed: Mapping[str, Tile],
+        needed: Mapping[tuple[str, int], Tile],
+        owned_bytes: int,
+        buckets: Mapping[int, Bucket],
+    ) -> None:
+        self.layers, self.device, self.buckets = graph.by_name(), device, buckets
+        self.home, self.computed, self.needed, self.owned_bytes = home, computed, needed, owned_bytes
+        self.output_bytes = sum(self.layers[name].num_bytes for name in graph.outputs)
+
+    def of(self, step: Step) -> tuple[str, int]:
+        """The name of a step's kind and its bytes: ("send value", 4096)."""
+        match step:
+            case Send(message) | Expect(message) | Receive(message):
+                return f"{type(step).__name__.lower()} {message.content.value}", message.num_bytes
+            case Prepare(layer, _, tile) | Place(layer, _, tile) | Return(layer, _, tile):
+                num_bytes = tile.numel * self.layers[layer].item_bytes
+            case Drop(layer, segment):
+                tile = self.computed[layer] if segment is None else self.needed[layer, segment]
+                num_bytes = tile.numel * self.layers[layer].item_bytes
+            case Measure(layer) | Correct(layer):
+                source = self.layers[layer].inputs[0]
+                num_bytes = self.home[source].numel * self.layers[source].item_bytes
+            case Fold(bucket):
+                num_bytes = self.buckets[bucket].num_bytes(self.device)
+            case Loss():
+                num_bytes = self.output_bytes
+            case Square() | Update():
+                num_bytes = self.owned_bytes
+            case Forward() | Backward():
+                num_bytes = 0
+        return type(step).__name__.lower(), num_bytes

@@ -1,0 +1,161 @@
+"""Measure what a model takes on devices at hand: a cluster whose plans can be foreseen in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from manyhands import api
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster, cores_here, local_cluster
+from manyhands.ir.codec import decode, encode, graph_digest
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan
+from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample
+from manyhands.loading import load_model
+from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, RehearseJob
+from manyhands.planning.simulation import simulate
+from manyhands.profiling.fitting import fit_lines, fit_timings
+from manyhands.runtime.ranks import Event, launch
+from manyhands.tasks import examples
+
+CUTS = ("batch", "rows", "channels")
+ROUNDS = 3
+FORMAT = 1  # of the stored file; another one is measured anew
+
+Inputs = tuple[tuple[int, ...], ...]
+
+
+def profile_local(
+    model: str,
+    inputs: Inputs,
+    batch: int,
+    num_devices: int,
+    *,
+    threads: int = 1,
+    thrifty: bool = False,
+    memory_bytes: int | None = None,
+    fresh: bool = False,
+) -> Cluster:
+    """That many local devices with what was measured of them on this model, before or, if `fresh`, now."""
+    with torch.device("meta"):
+        built = load_model(model)
+    graph = api.trace(built, *examples(inputs, batch, torch.float32)).graph
+    path = _stored(graph, num_devices, threads, thrifty, memory_bytes)
+    if not fresh and (found := _read(path)) is not None:
+        return found
+    cluster = local_cluster(num_devices)
+    plans = tuple(plan for plan in _plans(graph, num_devices) if _fits(graph, plan, memory_bytes))
+    if not plans:
+        raise RequestError(f"no plan of {model} fits into {memory_bytes} bytes. Use more devices.")
+    job = RehearseJob(model, inputs, plans, ROUNDS, 0, thrifty)
+    said = launch("rehearse", encode(job), cluster.names, threads=threads)
+    cluster, wire = _link(cluster, _of(said, "exchanged"))
+    profile = _profile(said, graph.layers[0].shape[0], threads, thrifty, wire)
+    cluster = replace(cluster, profiles=tuple(replace(profile, device=name) for name in cluster.names))
+    _write(path, cluster)
+    return cluster
+
+
+def known_local(graph: Graph, num_devices: int, threads: int = 1) -> Cluster:
+    """That many local devices, with what was measured of them on this model if it was."""
+    found = _read(_stored(graph, num_devices, threads, False, None))
+    return found if found is not None else local_cluster(num_devices)
+
+
+def _plans(graph: Graph, num_devices: int) -> list[Plan]:
+    """The whole on one device, and the usual cuts among as many as there are and twice as many."""
+    plans = [api.plan(graph, 1, "single")]
+    for count in dict.fromkeys((max(num_devices, 2), 2 * num_devices)):
+        for strategy in CUTS:
+            try:
+                plans.append(api.plan(graph, count, strategy))
+            except RequestError:  # the model cannot be cut so
+                continue
+    return plans
+
+
+def _fits(graph: Graph, plan: Plan, memory_bytes: int | None) -> bool:
+    if memory_bytes is None:
+        return True
+    cost = simulate(api.lower(graph, plan), local_cluster(len(plan.devices))).cost
+    return max(num_bytes for _, num_bytes in cost.peak_bytes) <= memory_bytes
+
+
+def _of(said: dict[str, list[Event]], event: str) -> list[Event]:
+    return [item for events in said.values() for item in events if item["event"] == event]
+
+
+def _profile(
+    said: dict[str, list[Event]], batch: int, threads: int, thrifty: bool, wire: tuple[Line, ...]
+) -> Profile:
+    """One profile from what all processes said, since the devices are alike."""
+    layers, steps = [], []
+    for event in _of(said, "rehearsed"):
+        layers += [decode(LayerSample, item) for item in event["layers"]]
+        found = [decode(StepSample, item) for item in event["steps"]]
+        steps += found if event["together"] else [_with_wire(sample, wire) for sample in found]
+    bare = int(median(event["num_bytes"] for event in _of(said, "bare")))
+    lines = (*fit_lines(steps), *(line for line in wire if line.step in (POST, CARRY)))
+    return Profile("", threads, thrifty, bare, fit_timings(layers, batch), lines)
+
+
+def _with_wire(sample: StepSample, wire: tuple[Line, ...]) -> StepSample:
+    """A step rehearsed alone did not touch the network: here with what that takes of a process's time."""
+    verb = sample.step.split()[0]
+    name = POST if verb == "send" else verb
+    extra = sum(line.seconds(sample.num_bytes) for line in wire if line.step == name)
+    return replace(sample, seconds=sample.seconds + extra)
+
+
+def _link(cluster: Cluster, exchanged: list[Event]) -> tuple[Cluster, tuple[Line, ...]]:
+    """The cluster with latency and rate as measured, and what messages cost a process's own time."""
+    if not exchanged:
+        return cluster, ()
+    latency = _settled(exchanged[0]["there_and_back_s"]) / 2
+    both_ways = zip(*(event["both_ways_s"] for event in exchanged), strict=True)
+    rate = (LARGE_BYTES - SMALL_BYTES) / max(_settled([max(pair) for pair in both_ways]) - latency, 1e-9)
+    lines = fit_lines(decode(StepSample, item) for event in exchanged for item in event["samples"])
+    return replace(cluster, latency_s=latency, bytes_per_s=rate), lines
+
+
+def _settled(seconds: list[float]) -> float:
+    """The median of the faster half: what else the machine did at the time is in the slower one."""
+    return median(sorted(seconds)[: (len(seconds) + 1) // 2])
+
+
+# ---- what was measured before -------------------------------------------------------------------------
+
+
+def _stored(graph: Graph, num_devices: int, threads: int, thrifty: bool, memory_bytes: int | None) -> Path:
+    """Where the profile of this model on this machine is kept."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands"
+    facts: list[Any] = [FORMAT, platform.node(), torch.__version__, cores_here(), graph_digest(graph)]
+    facts += [num_devices, threads, thrifty, memory_bytes]
+    return folder / f"profile-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]}.json"
+
+
+def _read(path: Path) -> Cluster | None:
+    try:
+        return decode(Cluster, json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, cluster: Cluster) -> None:
+    """Keep it for the next time, if there is a place to."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(encode(cluster)))
+        part.replace(path)
+    except OSError:
+        return
