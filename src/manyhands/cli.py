@@ -132,9 +132,25 @@ def profile(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads of each process; else as `train` has.")
     ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Time the layers of this model.")] = None,
+    input: Input = None,
+    batch: BatchSize = 8,
     as_json: Json = False,
 ) -> None:
-    """Measure this device; with --cluster all its devices and links, and write them into that file."""
+    """Measure this device; with --cluster all its devices and links, and write them into that file.
+
+    With --model: how long each kind of its layers takes on local devices, whole and cut, and what messages
+    between them take. It is kept, and plans of that model on as many devices are foreseen by it.
+    """
+    if model is not None:
+        if cluster is not None or name is not None:
+            raise RequestError("--model is measured on local devices: give --devices, not --cluster.")
+        from manyhands.measuring import profile_and_show as profile_model
+
+        with _busy(as_json):
+            measured, view = profile_model(model, input, batch, devices or 2, threads or 1)
+        print(json.dumps(measured)) if as_json else _show(view)
+        return
     from manyhands.surveying import profile_and_show
 
     profile_and_show(cluster, name, devices, threads, as_json=as_json)

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.console import RenderableType
 
 from manyhands import api
 from manyhands.errors import RequestError
@@ -20,10 +21,11 @@ from manyhands.ir.codec import decode, encode, graph_digest
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample
-from manyhands.loading import load_model
+from manyhands.loading import default_input, load_model, parse_inputs
 from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, RehearseJob
 from manyhands.planning.simulation import simulate
 from manyhands.profiling.fitting import fit_lines, fit_timings
+from manyhands.reporting.profiles import profile_view
 from manyhands.runtime.ranks import Event, launch
 from manyhands.tasks import examples
 
@@ -63,6 +65,15 @@ def profile_local(
     cluster = replace(cluster, profiles=tuple(replace(profile, device=name) for name in cluster.names))
     _write(path, cluster)
     return cluster
+
+
+def profile_and_show(
+    model: str, input: str | None, batch: int, num_devices: int, threads: int
+) -> tuple[Any, RenderableType]:
+    """Measure a model anew; the facts, and the same as a table."""
+    inputs = parse_inputs(input or default_input(model))
+    cluster = profile_local(model, inputs, batch, num_devices, threads=threads, fresh=True)
+    return encode(cluster), profile_view(model, cluster)
 
 
 def known_local(graph: Graph, num_devices: int, threads: int = 1) -> Cluster:
