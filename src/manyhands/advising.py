@@ -49,7 +49,8 @@ def _alternative(other: Option | Refused) -> Alternative:
     if isinstance(other, Refused):
         return Alternative(other.name, None, None, other.reason)
     over = ", ".join(f"{device} has too little memory" for device, _, _ in other.over)
-    return Alternative(other.name, other.cost.seconds, max(size for _, size in other.cost.peak_bytes), over)
+    largest = max((size for _, size in other.cost.peak_bytes), default=None)
+    return Alternative(other.name, other.cost.seconds, largest, over)
 
 
 def _helps(request: Request, best: Option) -> Iterator[Help]:

@@ -360,6 +360,17 @@ def forecast(
 
 
 @bench.command()
+def footprint(as_json: Json = False) -> None:
+    """Is peak memory foreseen: of every process, for several models, plans and allocators."""
+    from manyhands.benches import footprint as bench_footprint
+
+    with _busy(as_json) as status:
+        rows = bench_footprint.run(on_case=lambda what: status.update(f"measuring {what} ..."))
+    print(json.dumps(bench_footprint.to_json(rows))) if as_json else _show(bench_footprint.table(rows))
+    raise typer.Exit(0 if bench_footprint.summarise(rows).within else 1)
+
+
+@bench.command()
 def training(
     job: Annotated[Path, typer.Argument(help="Job file; examples/jobs/cifar10-resnet18.toml is one.")],
     strategies: Annotated[str, typer.Option("--strategies", help="Plans, by semicolons.")] = "batch;rows",

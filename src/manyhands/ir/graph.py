@@ -241,6 +241,22 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """What backward needs of a layer's tensors, and in whose memory its result and gradients lie.
+
+    A ReLU that works in place keeps its result, which is its input's memory: inputs (False,), result True,
+    view True. A max pool keeps its input and the place of each maximum: inputs (True,), extra_bytes 8.
+    """
+
+    inputs: tuple[bool, ...]
+    result: bool
+    extra_items: float = 0.0  # kept besides: numbers of the layer's own type for each one of its result
+    extra_bytes: float = 0.0  # kept besides, whatever that type is: indices and masks
+    view: bool = False  # does the result lie in the first input's memory
+    passes: tuple[bool, ...] = ()  # inputs whose gradient is the result's own, in the same memory
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     name: str
     operation: Operation
@@ -249,6 +265,7 @@ class Layer:
     parameters: tuple[Parameter, ...] = ()
     dtype: str = "float32"
     differentiable: bool = True  # does a gradient flow back into its result
+    saved: Saved | None = None  # None: nobody asked
 
     @property
     def item_bytes(self) -> int:

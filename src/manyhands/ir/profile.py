@@ -10,6 +10,9 @@ POST, CARRY = "post", "carry"  # lines of messages: to hand one over, and the wo
 AXES = ("batch", "channels", "map")  # along which a tile is a fraction of the whole result
 
 
+BARE_BYTES = 343_000_000  # of a process that has imported torch and traced a model, where not measured
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSample:
     """Seconds of one layer on one tile, as it went in the middle of a step; fractions as in `AXES`."""

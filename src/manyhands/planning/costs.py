@@ -8,10 +8,9 @@ from math import prod
 from manyhands.ir.cluster import Cluster, Link
 from manyhands.ir.geometry import Shape, Tile
 from manyhands.ir.graph import ITEM_BYTES, Convolve, Deconvolve, Graph, Layer, Linear, Pool, Rearrange, Whole
-from manyhands.ir.profile import AXES, CARRY, POST, Factor, Line, Timing, fractions, kind_of
+from manyhands.ir.profile import AXES, BARE_BYTES, CARRY, POST, Factor, Line, Timing, fractions, kind_of
 
 BACKWARD = 2.0  # backward over forward, where nothing was measured: gradients of inputs and of weights
-BARE_BYTES = 310 << 20  # of a process, where nothing was measured
 STEP_S = 20e-6  # to begin any other step, where nothing was measured
 
 

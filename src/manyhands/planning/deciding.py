@@ -20,6 +20,7 @@ from manyhands.planning.simulation import simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
+QUICK = 250  # layers times devices, up to which memory is followed although nothing limits it
 TRIES = 4  # to find a plan that fits, each with a tighter limit
 
 
@@ -121,7 +122,7 @@ class _Decider:
         """What a plan would cost."""
         if plan not in self.seen:
             simulated = self._num_messages(plan) <= MAX_MESSAGES
-            cost = simulate(lower(self.graph, plan), self.cluster).cost if simulated else self._estimate(plan)
+            cost = self._simulated(plan) if simulated else self._estimate(plan)
             limits = {device.name: device.memory_bytes for device in self.cluster.devices}
             over = tuple(
                 (device, peak, limit)
@@ -131,6 +132,12 @@ class _Decider:
             self.seen[plan] = Option(name, plan, cost, simulated, over)
         found = self.seen[plan]
         return found if found.name == name else Option(name, plan, found.cost, found.simulated, found.over)
+
+    def _simulated(self, plan: Plan) -> Cost:
+        """By the programs. Memory is followed where it is limited, or where that takes no time."""
+        size = len(self.graph.layers) * len(plan.devices)
+        memory = size <= QUICK or self.limits() is not None
+        return simulate(lower(self.graph, plan), self.cluster, memory=memory).cost
 
     def _num_messages(self, plan: Plan) -> int:
         """About how many messages a step takes: everybody tells everybody statistics, neighbours tiles."""

@@ -12,6 +12,7 @@ from manyhands.ir.graph import ITEM_BYTES, Layer, Statistic
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.planning.assignment import is_source, statistic_source
 from manyhands.planning.costs import Costs, tile_bytes
+from manyhands.planning.memory import layer_bytes
 from manyhands.planning.units import Units
 
 Numbers = NDArray[np.float64]
@@ -194,7 +195,7 @@ class _Cutter:
                     forward[index] += seconds[0]
                     backward[index] += seconds[1]
                     size = tile_bytes(layer, tile)
-                    kept[index] += size
+                    kept[index] += layer_bytes(layer, tile)
                     passing[index] = max(passing[index], 2 * size)
         weights, shared = self._weights()
         readings = tuple(

@@ -13,10 +13,8 @@ from manyhands.ir.plan import Cost
 from manyhands.ir.program import (
     SENDING_BYTES,
     Backward,
-    Drop,
     Forward,
     Message,
-    Prepare,
     Program,
     Receive,
     Send,
@@ -24,9 +22,9 @@ from manyhands.ir.program import (
     sent_bytes,
 )
 from manyhands.ir.sizes import Sizes
-from manyhands.planning.costs import Costs, tile_bytes, weight_bytes
-from manyhands.planning.liveness import Buffer, Liveness
+from manyhands.planning.costs import Costs
 from manyhands.planning.lowering import Lowered
+from manyhands.planning.memory import peak
 from manyhands.planning.weights import owned_bytes
 
 Interval = tuple[float, float]
@@ -44,7 +42,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a step is expected to cost. Memory is an estimate: every result of a chunk is taken to be kept."""
+    """What a step is expected to cost, and when each of its steps begins and ends."""
 
     cost: Cost
     events: tuple[Event, ...]
@@ -54,8 +52,8 @@ class Deadlock(Exception):
     """Every unfinished device waits for something that never comes."""
 
 
-def simulate(lowered: Lowered, cluster: Cluster) -> Timeline:
-    """The timeline of one training step.
+def simulate(lowered: Lowered, cluster: Cluster, *, memory: bool = True) -> Timeline:
+    """The timeline of one training step, and unless `memory` is not asked for, the peak of each device.
 
     A device computes and sends at once; its messages leave one by one. Where devices share a medium, so do
     all messages. Where they share the cores of one machine, whatever computes or carries messages at a time
@@ -77,7 +75,7 @@ def simulate(lowered: Lowered, cluster: Cluster) -> Timeline:
     cost = Cost(
         seconds=warp(max(device.now for device in devices)),
         traffic_bytes=sum(sent_bytes(program) for program in lowered.programs),
-        peak_bytes=_peaks(lowered, owned),
+        peak_bytes=_peaks(lowered, costs) if memory else (),
     )
     return Timeline(cost, events)
 
@@ -251,44 +249,13 @@ class _Warp:
         return self.real[place] + (time_s - self.given[place]) * self.slowness[place]
 
 
-def _peaks(lowered: Lowered, owned: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """The most bytes alive on each device."""
-    return tuple((program.device, _Memory(lowered, program, owned).peak) for program in lowered.programs)
-
-
-class _Memory:
-    """One device's tensors through a step."""
-
-    def __init__(self, lowered: Lowered, program: Program, owned: dict[str, int]) -> None:
-        self.name, self.layers, self.regions = program.device, lowered.graph.by_name(), lowered.regions
-        self.liveness = Liveness(lowered.graph, lowered.regions, program.device)
-        held = {name: tiles[self.name] for name, tiles in lowered.holders.items() if self.name in tiles}
-        self.alive = self.peak = 2 * weight_bytes(lowered.graph, held) + owned.get(self.name, 0)
-        self.buffers: dict[Buffer, int] = {}
-        self.tapes: dict[int, int] = {}
-        for step in program.steps:
-            self._account(step)
-
-    def _account(self, step: Step) -> None:
-        """Bytes alive after a step."""
-        match step:
-            case Prepare(layer, segment, tile):
-                self._hold((layer, segment), tile_bytes(self.layers[layer], tile))
-            case Forward(chunk, names):
-                sizes = {n: tile_bytes(self.layers[n], self.regions.computed[n][self.name]) for n in names}
-                for buffer in self.liveness.made(step):
-                    self._hold(buffer, sizes[buffer[0]])
-                kept = sum(sizes.values()) - sum(sizes[b[0]] for b in self.liveness.made(step))
-                self.tapes[chunk] = kept
-                self.alive += kept
-            case Backward(chunk):
-                self.alive -= self.tapes.pop(chunk)
-            case Drop(layer, segment):
-                self.alive -= self.buffers.pop((layer, segment))
-            case _:
-                pass
-        self.peak = max(self.peak, self.alive)
-
-    def _hold(self, buffer: Buffer, num_bytes: int) -> None:
-        self.buffers[buffer] = num_bytes
-        self.alive += num_bytes
+def _peaks(lowered: Lowered, costs: Costs) -> tuple[tuple[str, int], ...]:
+    """The most memory of each device; where it is limited, freed memory goes back at once."""
+    devices = costs.devices
+    return tuple(
+        (
+            name,
+            peak(lowered, name, bare_bytes=costs.bare_bytes(name), thrifty=bool(devices[name].memory_bytes)),
+        )
+        for name in lowered.plan.devices
+    )

@@ -79,6 +79,7 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
                 "Forward must not branch on the values of tensors."
             ) from error
         runner = _propagate(model, graph, example)
+    graph.owning_module = None  # else every call of the graph would keep the whole model's weights alive
     return Walk(graph, runner.values, runner.overwrites, walker.opaque)
 
 

@@ -39,6 +39,7 @@ from manyhands.tracing.fx import Walk, walk, where
 from manyhands.tracing.kinds import describe
 from manyhands.tracing.memory import makes_own_memory, refuse_stale_views, same_memory, same_view
 from manyhands.tracing.modules import POINTWISE_MODULES, as_function, draws_random
+from manyhands.tracing.saving import with_saved
 
 
 @dataclass(frozen=True)
@@ -350,7 +351,8 @@ class _Builder:
         layers = _without_dead_ends(
             [layer for layer in self.layers.values() if layer.name in wanted], self.outputs
         )
-        return Traced(Graph(layers, tuple(self.outputs)), self.functions, self.inplace)
+        graph = with_saved(Graph(layers, tuple(self.outputs)), self.functions, self.inplace)
+        return Traced(graph, self.functions, self.inplace)
 
 
 def _without_dead_ends(layers: list[Layer], outputs: list[str]) -> tuple[Layer, ...]:

@@ -1,0 +1,10 @@
+"""Peak memory foreseen on paper, against that of real processes."""
+
+from manyhands.benches.footprint import WORST, WORST_UNDER, Case, run
+
+CASE = Case("resnet18", 96, 4, "rows; layer3.0.conv1 = channels", 2)
+
+
+def test_peak_memory_is_as_foreseen() -> None:
+    wrong = [row for row in run((CASE,)) if not -WORST_UNDER <= row.error <= WORST]
+    assert not wrong
