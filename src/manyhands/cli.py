@@ -348,13 +348,15 @@ def forecast(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Steps of every plan, in turn.")] = 9,
     regret: Annotated[bool, typer.Option("--regret", help="Also auto against every named plan.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of every device.")] = False,
+    models: Annotated[str, typer.Option("--models", help="Only these, by commas.")] = "",
     as_json: Json = False,
 ) -> None:
     """What was foreseen of plans against what they take: seconds of a step, memory, and auto's choice."""
     from manyhands.benches import forecast as bench_forecast
 
     with _busy(as_json) as status:
-        result = bench_forecast.run(rounds, regret=regret, memory=memory, progress=status.update)
+        only = tuple(name.strip() for name in models.split(",") if name.strip())
+        result = bench_forecast.run(rounds, models=only, regret=regret, memory=memory, progress=status.update)
     print(json.dumps(bench_forecast.to_json(result))) if as_json else _show(bench_forecast.table(result))
     raise typer.Exit(0 if result.within else 1)
 

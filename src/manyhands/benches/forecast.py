@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ MODELS = (
 JUDGED = ("batch", "rows", "channels")
 MEDIAN, WORST = 0.10, 0.25  # of the errors in time
 MEMORY_MEDIAN, MEMORY_WORST, MEMORY_UNDER = 0.05, 0.10, 0.05
+PLENTY = 10**12
 REGRET = 1.05  # of the chosen plan over the best named one
 
 
@@ -105,14 +106,17 @@ class Result:
 def run(
     rounds: int,
     *,
+    models: tuple[str, ...] = (),
     regret: bool = False,
     memory: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Every model on two numbers of devices; with `regret`, the chosen plan against all named ones too."""
+    """Every model (or those named) on two numbers of devices; with `regret`, the chosen plan too."""
+    if unknown := [name for name in models if name not in [each for each, *_ in MODELS]]:
+        raise RequestError(f"{unknown[0]} is not one of {', '.join(name for name, *_ in MODELS)}.")
     rows: list[Row] = []
     counts = (2, 4) if cores_here() >= 4 else (2, 3)
-    for model, shape, batch in MODELS:
+    for model, shape, batch in (case for case in MODELS if not models or case[0] in models):
         for count in counts:
             progress(f"{model} on {count} devices: profiling")
             cluster = profile_local(model, (shape,), batch, count, fresh=True)
@@ -122,14 +126,19 @@ def run(
             times = _times(CompareJob(model, (shape,), tuple(plans.values()), rounds, 0), cluster)
             for (strategy, plan), seconds in zip(plans.items(), times, strict=True):
                 quartiles = statistics.quantiles(seconds, n=4) if seconds[1:] else seconds * 3
-                foreseen = api.simulate(api.lower(graph, plan), cluster).cost
+                foreseen = api.simulate(api.lower(graph, plan), _limited(cluster)).cost
                 spread, peaks = (quartiles[2] - quartiles[0]) / 2, tuple[int, ...]()
                 if memory and strategy in JUDGED:
                     progress(f"{model} on {count} devices: memory of {strategy}")
-                    peaks = _peaks(MeasureJob(model, (shape,), plan, 4, 0))
+                    peaks = _peaks(MeasureJob(model, (shape,), plan, 4, 0, True))
                 measured = statistics.median(seconds)
                 rows.append(Row(model, count, strategy, foreseen, measured, spread, peaks))
     return Result(tuple(rows))
+
+
+def _limited(cluster: Cluster) -> Cluster:
+    """With plenty of memory, but limited: such devices give freed memory back at once."""
+    return replace(cluster, devices=tuple(replace(d, memory_bytes=PLENTY) for d in cluster.devices))
 
 
 def _graph(model: str, shape: tuple[int, ...], batch: int) -> Graph:

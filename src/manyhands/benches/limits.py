@@ -32,6 +32,7 @@ MODELS = (
     ("resnet50", (3, 96, 96)),
 )
 STEPS = 3
+PLENTY = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ def _case(random: Random) -> Row:
         model = load_model(name)
     graph = api.trace(model, torch.empty(batch, *shape, device="meta")).graph
     devices = tuple(
-        Device(f"device-{i}", flops_per_s=random.choice((1e9, 2e9, 4e9))) for i in range(num_devices)
+        Device(f"device-{i}", memory_bytes=PLENTY, flops_per_s=random.choice((1e9, 2e9, 4e9)))
+        for i in range(num_devices)
     )
     cluster = Cluster(devices, random.choice((1e7, 1e9)), 1e-4)
     free = api.choose(graph, cluster).best

@@ -21,6 +21,7 @@ from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
 QUICK = 250  # layers times devices, up to which memory is followed although nothing limits it
+MARGIN = 1.03  # of memory, over what is foreseen
 TRIES = 4  # to find a plan that fits, each with a tighter limit
 
 
@@ -102,7 +103,7 @@ class _Decider:
             if option.fits or limits is None:
                 break
             for device, needed, limit in option.over:
-                limits[self.cluster.names.index(device)] *= 0.97 * limit / needed
+                limits[self.cluster.names.index(device)] *= limit / (MARGIN * needed)
         return options
 
     def named(self, name: str) -> Option | Refused:
@@ -127,7 +128,7 @@ class _Decider:
             over = tuple(
                 (device, peak, limit)
                 for device, peak in cost.peak_bytes
-                if (limit := limits[device]) is not None and peak > limit
+                if (limit := limits[device]) is not None and MARGIN * peak > limit
             )
             self.seen[plan] = Option(name, plan, cost, simulated, over)
         found = self.seen[plan]
