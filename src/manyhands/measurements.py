@@ -67,12 +67,14 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
     example = examples(given.inputs, given.plans[0].batch, torch.float32)
     traced = trace(load_model(given.model, seed=given.seed), example)
     say("bare", num_bytes=current_memory())
-    for plan in given.plans:
+    for number, plan in enumerate(given.plans):
         together = torch.get_num_threads() == 1 and plan.devices == place.devices
         device = plan.devices[place.rank % len(plan.devices)]
         worker = _rehearsal(traced, plan, device, gloo if together else Silence(), given)
-        layers, steps = worker.samples(_rounds(worker, given))
-        say("rehearsed", together=together, layers=encode(layers), steps=encode(steps))
+        rounds, seconds = _rounds(worker, given)
+        layers, steps = worker.samples(rounds)
+        facts = {"plan": number, "together": together, "seconds": seconds}
+        say("rehearsed", layers=encode(layers), steps=encode(steps), **facts)
     if len(place.devices) > 1:
         _exchange(gloo, place)
 
@@ -105,12 +107,15 @@ def _random_batch(worker: Worker, seed: int) -> Batch:
     return Batch(tuple(torch.randn(tile.shape, generator=generator) for tile in tiles), mean_square, 0, tiles)
 
 
-def _rounds(worker: Rehearsal, given: RehearseJob) -> list[Round]:
-    batch, rounds = _random_batch(worker, given.seed), []
+def _rounds(worker: Rehearsal, given: RehearseJob) -> tuple[list[Round], list[float]]:
+    """The rounds, and how long each was by the clock on the wall."""
+    batch, rounds, seconds = _random_batch(worker, given.seed), [], []
     for _ in range(given.rounds + 1):
         dist.barrier()
+        start = time.perf_counter()
         rounds.append(worker.rehearse(batch))
-    return rounds[1:]  # the first warms up
+        seconds.append(time.perf_counter() - start)
+    return rounds[1:], seconds[1:]  # the first warms up
 
 
 def compare(job: dict[str, Any], place: Place) -> None:

@@ -123,8 +123,10 @@ def run(
             graph = _graph(model, shape, batch)
             plans = _plans(graph, cluster, ("auto", *NAMES) if regret else JUDGED)
             progress(f"{model} on {count} devices: stepping {len(plans)} plans in turn")
-            times = _times(CompareJob(model, (shape,), tuple(plans.values()), rounds, 0), cluster)
-            for (strategy, plan), seconds in zip(plans.items(), times, strict=True):
+            different = tuple(dict.fromkeys(plans.values()))  # a plan that is chosen may be a named one
+            times = _times(CompareJob(model, (shape,), different, rounds, 0), cluster)
+            for strategy, plan in plans.items():
+                seconds = times[different.index(plan)]
                 quartiles = statistics.quantiles(seconds, n=4) if seconds[1:] else seconds * 3
                 foreseen = api.simulate(api.lower(graph, plan), _limited(cluster)).cost
                 spread, peaks = (quartiles[2] - quartiles[0]) / 2, tuple[int, ...]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhands.ir.graph import Layer
 
@@ -97,3 +97,16 @@ def fractions(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[float, flo
     for part in parts[2:]:
         area *= part
     return parts[0] if parts else 1.0, parts[1] if parts[1:] else 1.0, area
+
+
+def stretched(profile: Profile, factor: float) -> Profile:
+    """The same device, everything taking so many times as long."""
+    timings = tuple(
+        replace(timing, forward_s=factor * timing.forward_s, backward_s=factor * timing.backward_s)
+        for timing in profile.timings
+    )
+    lines = tuple(
+        replace(line, fixed_s=factor * line.fixed_s, per_byte_s=factor * line.per_byte_s)
+        for line in profile.lines
+    )
+    return replace(profile, timings=timings, lines=lines)
