@@ -376,6 +376,9 @@ def footprint(as_json: Json = False) -> None:
 def training(
     job: Annotated[Path, typer.Argument(help="Job file; examples/jobs/cifar10-resnet18.toml is one.")],
     strategies: Annotated[str, typer.Option("--strategies", help="Plans, by semicolons.")] = "batch;rows",
+    keep: Annotated[
+        Path | None, typer.Option("--keep", help="Folder for what has ended: stopped, it goes on from there.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Does a job learn the same by plans as by a plain PyTorch loop? Losses and the metric, side by side."""
@@ -385,7 +388,10 @@ def training(
     read = load_job(job)
     with _busy(as_json) as status:
         rows = bench_training.run(
-            read, tuple(part.strip() for part in strategies.split(";")), lambda what: status.update(what)
+            read,
+            tuple(part.strip() for part in strategies.split(";")),
+            lambda what: status.update(what),
+            keep,
         )
     print(json.dumps(bench_training.to_json(rows))) if as_json else _show(bench_training.table(rows, read))
     raise typer.Exit(0 if all(row.within for row in rows) else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable
@@ -45,43 +46,96 @@ class Row:
     difference: float
     last_loss: float
     metric: str
-    value: float
+    value: float | None  # None: it was not run to the end
     plain_value: float
     judged: bool  # or shown for comparison
 
     @property
     def within(self) -> bool:
-        near = abs(self.value - self.plain_value) <= METRIC_LIMIT
+        near = self.value is not None and abs(self.value - self.plain_value) <= METRIC_LIMIT
         exact = self.gentle_difference <= LOSS_LIMIT and self.double_difference <= DOUBLE_LIMIT
         return not self.judged or (near and exact)
 
 
-def run(job: Job, strategies: tuple[str, ...], tell: Callable[[str], None]) -> tuple[Row, ...]:
-    """The job by plain PyTorch, by plain PyTorch in another order of memory, then by each strategy."""
+@dataclass(frozen=True)
+class Outcome:
+    """One way through the job, or through a part of it: losses of all steps, and the metric in the end."""
+
+    losses: list[float]
+    metric: str
+    value: float
+
+
+def run(
+    job: Job, strategies: tuple[str, ...], tell: Callable[[str], None], keep: Path | None = None
+) -> tuple[Row, ...]:
+    """The job by plain PyTorch and by each strategy; its first steps also by plain PyTorch in another order
+    of memory, for comparison. What has ended is kept in the folder `keep`, and not done again.
+    """
     _refuse_other(job)
     gentle, exact = _gentle(job), _short(job, DOUBLE_STEPS, precision="float64")
+    short = _short(job, COMPARED_STEPS)
+    kept = _Kept(keep, job)
+
+    def ended(way: str, part: str, work: Callable[[], Outcome]) -> Outcome:
+        tell(f"{way}, {part}")
+        return kept.ended(f"{way}-{part}", work)
 
     def watch(name: str) -> Callable[[int, int], None]:
         return lambda step, of: tell(f"{name}, step {step} of {of}")
 
-    fine, _, _ = plain(exact, watch("plain, float64"))
-    slow, _, _ = plain(gentle, watch("plain, gentle"))
-    losses, name, value = plain(job, watch("plain"))
-    rows = [Row("plain PyTorch", 0.0, 0.0, 0.0, losses[-1], name, value, value, False)]
+    parts = {"float64": exact, "gentle": gentle, "whole": job}
+    first = {
+        part: ended("plain", part, lambda each=each: plain(each, watch("plain")))  # type: ignore[misc]
+        for part, each in parts.items()
+    }
+    whole = first["whole"]
+    rows = [
+        Row("plain PyTorch", 0.0, 0.0, 0.0, whole.losses[-1], whole.metric, whole.value, whole.value, False)
+    ]
 
-    def add(way: str, all_losses: list[list[float]], measured: float, judged: bool) -> None:
-        pairs = zip((fine, slow, losses), all_losses, strict=True)
-        double, calm, usual = (_largest(expected, found) for expected, found in pairs)
-        rows.append(Row(way, double, calm, usual, all_losses[-1][-1], name, measured, value, judged))
+    def add(way: str, found: dict[str, Outcome], judged: bool) -> None:
+        double, calm, usual = (_largest(first[part].losses, found[part].losses) for part in parts)
+        last = found["whole"]
+        value = last.value if judged else None
+        rows.append(Row(way, double, calm, usual, last.losses[-1], whole.metric, value, whole.value, judged))
 
-    last = torch.channels_last
-    again = [plain(each, watch("plain, channels last"), last) for each in (exact, gentle, job)]
-    add("plain PyTorch, channels last", [found for found, *_ in again], again[-1][2], False)
+    order = torch.channels_last
+    again = {
+        part: ended("channels last", part, lambda each=each: plain(each, watch("channels last"), order))  # type: ignore[misc]
+        for part, each in (parts | {"whole": short}).items()
+    }
+    add("plain PyTorch, channels last", again, False)
     for strategy in strategies:
-        jobs = [each.model_copy(update={"strategy": strategy}) for each in (exact, gentle, job)]
-        results = [_by_plan(each, tell) for each in jobs]
-        add(strategy, [found for found, _ in results], results[-1][1], True)
+        found = {
+            part: ended(
+                strategy,
+                part,
+                lambda each=each: _by_plan(each.model_copy(update={"strategy": strategy}), tell),  # type: ignore[misc]  # noqa: B023
+            )
+            for part, each in parts.items()
+        }
+        add(strategy, found, True)
     return tuple(rows)
+
+
+class _Kept:
+    """Outcomes in a folder, so that a long bench can go on where it was stopped."""
+
+    def __init__(self, folder: Path | None, job: Job) -> None:
+        self.folder = folder
+        self.digest = hashlib.sha256(job.model_dump_json().encode()).hexdigest()[:12]
+
+    def ended(self, name: str, work: Callable[[], Outcome]) -> Outcome:
+        if self.folder is None:
+            return work()
+        path = self.folder / f"{self.digest}-{name.replace(' ', '-')}.json"
+        if path.is_file():
+            return Outcome(**json.loads(path.read_text()))
+        outcome = work()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(outcome)))
+        return outcome
 
 
 def _refuse_other(job: Job) -> None:
@@ -112,7 +166,7 @@ def plain(
     job: Job,
     tell: Callable[[int, int], None],
     memory_format: torch.memory_format = torch.contiguous_format,
-) -> tuple[list[float], str, float]:
+) -> Outcome:
     """The loop anybody would write; only the batches come from the same loader."""
     train_set, test_set = preparing.datasets(job, "")
     facts = preparing.find_facts(job, train_set, test_set)
@@ -144,10 +198,10 @@ def plain(
             images, targets = loader.take(number)
             valid = loader.valid(number)
             metric.add(model(images.to(dtype))[:valid], targets[:valid])
-    return losses, metric.name, metric.value()
+    return Outcome(losses, metric.name, metric.value())
 
 
-def _by_plan(job: Job, tell: Callable[[str], None]) -> tuple[list[float], float]:
+def _by_plan(job: Job, tell: Callable[[str], None]) -> Outcome:
     """Losses of all steps and the metric in the end, by `manyhands train`."""
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
         job = job.model_copy(update={"folder": folder, "save": f"{folder}/model.safetensors"})
@@ -156,7 +210,8 @@ def _by_plan(job: Job, tell: Callable[[str], None]) -> tuple[list[float], float]
         summary = train(start, recorder)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    return [event["loss"] for event in events if event["event"] == "step"], summary["value"]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    return Outcome(losses, summary["metric"], summary["value"])
 
 
 class _Telling(Recorder):
@@ -171,6 +226,10 @@ class _Telling(Recorder):
         self.num_steps = event.get("num_steps", self.num_steps)
         if event["event"] == "step":
             self.tell(f"{self.name}, step {event['step']} of {self.num_steps}")
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
@@ -194,7 +253,7 @@ def table(rows: tuple[Row, ...], job: Job) -> Table:
         verdict = "" if not row.judged else "yes" if row.within else "NO"
         found = (row.double_difference, row.gentle_difference, row.difference)
         numbers = [f"{difference:.1e}" for difference in found]
-        table.add_row(row.way, *numbers, f"{row.last_loss:.4f}", f"{row.value:.4f}", verdict)
+        table.add_row(row.way, *numbers, f"{row.last_loss:.4f}", _shown(row.value), verdict)
     table.caption = (
         f"limits: {DOUBLE_LIMIT:g} in float64, {LOSS_LIMIT:g} at rate {GENTLE_RATE:g}, "
         f"{METRIC_LIMIT:g} of {rows[0].metric}; float32 at the job's own rate is for comparison"

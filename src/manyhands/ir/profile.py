@@ -10,6 +10,7 @@ POST, CARRY = "post", "carry"  # lines of messages: to hand one over, and the wo
 AXES = ("batch", "channels", "map")  # along which a tile is a fraction of the whole result
 
 
+EXCHANGED = "exchanged"  # how the kind of a norm ends whose statistics come from several devices
 BARE_BYTES = 343_000_000  # of a process that has imported torch and traced a model, where not measured
 
 
@@ -87,7 +88,7 @@ def kind_of(layer: Layer, exchanged: bool = False) -> str:
     """
     weights = " ".join("x".join(map(str, p.shape)) for p in layer.parameters if p.role == "weight")
     text = f"{layer.operation} {weights} {'x'.join(map(str, layer.shape[1:]))}"
-    return f"{text} exchanged" if exchanged else text
+    return f"{text} {EXCHANGED}" if exchanged else text
 
 
 def fractions(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[float, float, float]:
@@ -100,13 +101,22 @@ def fractions(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[float, flo
 
 
 def stretched(profile: Profile, factor: float) -> Profile:
-    """The same device, everything taking so many times as long."""
-    timings = tuple(
-        replace(timing, forward_s=factor * timing.forward_s, backward_s=factor * timing.backward_s)
-        for timing in profile.timings
-    )
+    """The same device where it works among others: parts and messages take so many times as long.
+
+    The whole of a layer stays as it is, unless it is one that only occurs among others.
+    """
+
+    def timing(each: Timing) -> Timing:
+        if each.kind.endswith(EXCHANGED):
+            return replace(each, forward_s=factor * each.forward_s, backward_s=factor * each.backward_s)
+        factors = tuple((axis, tuple(map(part, parts))) for axis, parts in each.factors)
+        return replace(each, factors=factors)
+
+    def part(each: Factor) -> Factor:
+        return replace(each, forward=factor * each.forward, backward=factor * each.backward)
+
     lines = tuple(
         replace(line, fixed_s=factor * line.fixed_s, per_byte_s=factor * line.per_byte_s)
         for line in profile.lines
     )
-    return replace(profile, timings=timings, lines=lines)
+    return replace(profile, timings=tuple(map(timing, profile.timings)), lines=lines)

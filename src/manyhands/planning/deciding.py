@@ -21,6 +21,7 @@ from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
 QUICK = 250  # layers times devices, up to which memory is followed although nothing limits it
+TRUST = 0.85  # a mixture must promise as much less than a named plan, where times were measured: they err
 MARGIN = 1.03  # of memory, over what is foreseen
 TRIES = 4  # to find a plan that fits, each with a tighter limit
 
@@ -73,7 +74,8 @@ def decide(graph: Graph, cluster: Cluster, *, required: tuple[str, ...] = ()) ->
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
-    best = min(fitting, key=lambda option: option.cost.seconds, default=None)
+    trust = TRUST if cluster.profiles else 1.0
+    best = min(fitting, key=lambda o: o.cost.seconds / (trust if o.name == "auto" else 1.0), default=None)
     return Decision(best, (*named, *(option for option in found if option is not best)))
 
 
