@@ -198,11 +198,25 @@ def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster,
         cluster = replace(measured, devices=cluster.devices)
     plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster))
     lowered = api.lower(graph, plan, clip=job.clip is not None)
+    _refuse_large(lowered, cluster, job)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]
     if job.evaluate is not None:
         _check_evaluation(model, job, plan)
     used = tuple(device for device in cluster.devices if device.name in plan.devices)
     return replace(facts, own_samples=len(samples)), replace(cluster, devices=used), lowered
+
+
+def _refuse_large(lowered: Lowered, cluster: Cluster, job: Job) -> None:
+    """A plan that is foreseen to need more memory than a device has is not begun."""
+    if all(device.memory_bytes is None for device in cluster.devices):
+        return
+    for name, size in api.simulate(lowered, cluster).cost.peak_bytes:
+        limit = cluster.device(name).memory_bytes
+        if limit is not None and size > limit:
+            raise RequestError(
+                f"{job.strategy} does not fit {name}: {size / 1e6:.0f} MB are foreseen, the limit is "
+                f"{limit / 1e6:.0f} MB. Leave `strategy` to auto, or take a smaller batch or more devices."
+            )
 
 
 def _required(job: Job, cluster: Cluster) -> tuple[str, ...]:
