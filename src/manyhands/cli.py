@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from manyhands.benches.commands import bench
+from manyhands.consoles import Json, busy, show
 from manyhands.errors import ManyhandsError, RequestError
 
 app = typer.Typer(
@@ -17,7 +19,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Reproduce a table or figure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Model = Annotated[str, typer.Argument(help="A zoo name (see `manyhands models`) or file.py:function.")]
@@ -37,7 +38,6 @@ Fuse = Annotated[
     str | None, typer.Option("--fuse", help="Fused groups end after these layers: conv1,layer2.0.relu.")
 ]
 Memory = Annotated[str | None, typer.Option("--memory", help="Limit of each device: 900MB.")]
-Json = Annotated[bool, typer.Option("--json", help="The same facts as JSON.")]
 
 
 def main() -> None:
@@ -74,22 +74,6 @@ def _check_drawing(path: Path) -> None:
         raise RequestError(f"--draw {path}: there is no folder {path.parent}.")
 
 
-def _show(renderable: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)
-    console.print(renderable)
-
-
-def _busy(quiet: bool) -> Any:
-    """A sign of life on standard error while something takes minutes."""
-    from rich.console import Console
-
-    return Console(stderr=True, quiet=quiet).status("measuring, which takes a few minutes ...")
-
-
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
@@ -119,7 +103,7 @@ def models(as_json: Json = False) -> None:
     table = Table("model", "input", "what")
     for entry in ZOO.values():
         table.add_row(entry.name, "x".join(map(str, entry.input_shape)), entry.description)
-    _show(table)
+    show(table)
 
 
 @app.command()
@@ -147,9 +131,9 @@ def profile(
             raise RequestError("--model is measured on local devices: give --devices, not --cluster.")
         from manyhands.measuring import profile_and_show as profile_model
 
-        with _busy(as_json):
+        with busy(as_json):
             measured, view = profile_model(model, input, batch, devices or 2, threads or 1)
-        print(json.dumps(measured)) if as_json else _show(view)
+        print(json.dumps(measured)) if as_json else show(view)
         return
     from manyhands.surveying import profile_and_show
 
@@ -198,7 +182,7 @@ def plan(
         return
     from manyhands.reporting.text import plan_view
 
-    _show(plan_view(facts))
+    show(plan_view(facts))
 
 
 @app.command()
@@ -282,119 +266,6 @@ def export(
 
     facts = export_onnx(model, onnx)
     print(json.dumps(asdict(facts), default=str) if as_json else facts)
-
-
-@bench.command()
-def conformance(as_json: Json = False) -> None:
-    """Every ordinary layer in every cut: is it exact? Our column beside the peers'."""
-    from rich.progress import Progress
-
-    from manyhands.benches import conformance as bench_conformance
-
-    with Progress(disable=as_json or not sys.stderr.isatty()) as bar:
-        task = bar.add_task("cases")
-        rows = bench_conformance.run(
-            lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
-        )
-    if as_json:
-        print(bench_conformance.to_json(rows))
-    else:
-        _show(bench_conformance.table(rows))
-    raise typer.Exit(0 if all(row.verdict.value == "exact" for row in rows) else 1)
-
-
-@bench.command()
-def overhead(
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Alternations of engine and plain.")] = 6,
-    as_json: Json = False,
-) -> None:
-    """What the engine costs on one device: time and peak memory against a plain PyTorch loop."""
-    from manyhands.benches import overhead as bench_overhead
-
-    with _busy(as_json) as status:
-        rows = bench_overhead.run(rounds, lambda what: status.update(f"measuring {what} ..."))
-    print(json.dumps(bench_overhead.to_json(rows))) if as_json else _show(bench_overhead.table(rows))
-    raise typer.Exit(0 if all(row.within for row in rows) else 1)
-
-
-@bench.command()
-def division(as_json: Json = False) -> None:
-    """Is memory really divided: activations by rows, weights by channels, on four devices."""
-    from manyhands.benches import division as bench_division
-
-    with _busy(as_json):
-        rows = bench_division.run()
-    print(json.dumps(bench_division.to_json(rows))) if as_json else _show(bench_division.table(rows))
-    raise typer.Exit(0 if all(row.within for row in rows) else 1)
-
-
-@bench.command()
-def limits(
-    cases: Annotated[int, typer.Option("--cases", min=1, help="Random models, clusters and limits.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", help="Other cases.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Does every plan for limited memory run within it, where the kernel kills who needs more? (root)"""
-    from manyhands.benches import limits as bench_limits
-
-    with _busy(as_json) as status:
-        rows = bench_limits.run(cases, seed, lambda what: status.update(what))
-    print(json.dumps(bench_limits.to_json(rows))) if as_json else _show(bench_limits.table(rows))
-    raise typer.Exit(0 if all(row.within for row in rows) else 1)
-
-
-@bench.command()
-def forecast(
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Steps of every plan, in turn.")] = 9,
-    regret: Annotated[bool, typer.Option("--regret", help="Also auto against every named plan.")] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of every device.")] = False,
-    models: Annotated[str, typer.Option("--models", help="Only these, by commas.")] = "",
-    as_json: Json = False,
-) -> None:
-    """What was foreseen of plans against what they take: seconds of a step, memory, and auto's choice."""
-    from manyhands.benches import forecast as bench_forecast
-
-    with _busy(as_json) as status:
-        only = tuple(name.strip() for name in models.split(",") if name.strip())
-        result = bench_forecast.run(rounds, models=only, regret=regret, memory=memory, progress=status.update)
-    print(json.dumps(bench_forecast.to_json(result))) if as_json else _show(bench_forecast.table(result))
-    raise typer.Exit(0 if result.within else 1)
-
-
-@bench.command()
-def footprint(as_json: Json = False) -> None:
-    """Is peak memory foreseen: of every process, for several models, plans and allocators."""
-    from manyhands.benches import footprint as bench_footprint
-
-    with _busy(as_json) as status:
-        rows = bench_footprint.run(on_case=lambda what: status.update(f"measuring {what} ..."))
-    print(json.dumps(bench_footprint.to_json(rows))) if as_json else _show(bench_footprint.table(rows))
-    raise typer.Exit(0 if bench_footprint.summarise(rows).within else 1)
-
-
-@bench.command()
-def training(
-    job: Annotated[Path, typer.Argument(help="Job file; examples/jobs/cifar10-resnet18.toml is one.")],
-    strategies: Annotated[str, typer.Option("--strategies", help="Plans, by semicolons.")] = "batch;rows",
-    keep: Annotated[
-        Path | None, typer.Option("--keep", help="Folder for what has ended: stopped, it goes on from there.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Does a job learn the same by plans as by a plain PyTorch loop? Losses and the metric, side by side."""
-    from manyhands.benches import training as bench_training
-    from manyhands.training.jobs import load_job
-
-    read = load_job(job)
-    with _busy(as_json) as status:
-        rows = bench_training.run(
-            read,
-            tuple(part.strip() for part in strategies.split(";")),
-            lambda what: status.update(what),
-            keep,
-        )
-    print(json.dumps(bench_training.to_json(rows))) if as_json else _show(bench_training.table(rows, read))
-    raise typer.Exit(0 if all(row.within for row in rows) else 1)
 
 
 if __name__ == "__main__":

@@ -209,6 +209,14 @@ def too_much_memory_wanted(folder: Path) -> list[str]:
     return [job(folder, more='memory = "lots"\n')]
 
 
+def too_little_memory(folder: Path) -> list[str]:
+    return [job(folder, more='memory = "200MB"\nstrategy = "batch"\n')]
+
+
+def too_little_memory_for_any_plan(folder: Path) -> list[str]:
+    return [job(folder, more='memory = "200MB"\n')]
+
+
 MISTAKES: dict[Callable[[Path], list[str]], str] = {
     misspelt_key: "there is no key 'bacth'. Did you mean 'batch'?",
     misspelt_inner_key: "there is no key 'augment.filp'. Did you mean 'flip'?",
@@ -238,6 +246,8 @@ MISTAKES: dict[Callable[[Path], list[str]], str] = {
     unknown_device: "pi-7",
     unreachable_host: "no-such-machine.invalid",
     too_much_memory_wanted: "is not an amount of memory",
+    too_little_memory: "batch does not fit device-0",
+    too_little_memory_for_any_plan: "nothing fits: under the smallest plan",
 }
 
 

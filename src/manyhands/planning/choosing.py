@@ -88,14 +88,16 @@ class Chooser:
         if not self.thorough:
             alone = (max(alone, key=lambda layout: self.speed[layout.devices[0]]),)
             cut = sorted(cut, key=self.promise)[:MAX_LAYOUTS]
-        if len(devices) <= FEW_DEVICES:
+        if len(self.cluster.names) <= FEW_DEVICES:
             equal = [replace(layout, shares=(1,) * len(devices)) for layout in cut]
             refined = [self.shared(layout) for layout in cut]
             cut = [*cut, *refined, *equal] if self.thorough else [*refined, *equal[:2]]
         return tuple(dict.fromkeys((*alone, *cut)))
 
     def shared(self, first: Layout) -> Layout:
-        """The same cuts, with shares by what each device can do."""
+        """The same cuts, with shares by what each device can do; of many devices, the speeds must do."""
+        if len(self.cluster.names) > FEW_DEVICES:
+            return first
         where = [self.cluster.names.index(device) for device in first.devices]
 
         def busy(layout: Layout) -> list[float]:
@@ -162,9 +164,9 @@ def _missing(have: Boxes, need: Boxes) -> float:
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """How many devices to try: few, then in steps of about a half, and nearly all."""
-    sizes, size = {1, 2, 3, 4, num_devices - 1, num_devices}, 6
+    """How many devices to try: few, then half as many again, and all."""
+    sizes, size = {1, 2, 3, 4, num_devices}, 4
     while size < num_devices:
         sizes.add(size)
-        size += size // 3
-    return sorted(size for size in sizes if 1 <= size <= num_devices)
+        size += size // 2
+    return sorted(size for size in sizes if size <= num_devices)
