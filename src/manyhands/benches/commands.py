@@ -103,6 +103,17 @@ def footprint(as_json: Json = False) -> None:
 
 
 @bench.command()
+def planning(as_json: Json = False) -> None:
+    """How long choosing a plan takes: ResNet-152 on 16 and on 100 unequal devices."""
+    from manyhands.benches import planning as bench_planning
+
+    with busy(as_json) as status:
+        rows = bench_planning.run(lambda what: status.update(what))
+    print(json.dumps(bench_planning.to_json(rows))) if as_json else show(bench_planning.table(rows))
+    raise typer.Exit(0 if all(row.within for row in rows) else 1)
+
+
+@bench.command()
 def training(
     job: Annotated[Path, typer.Argument(help="Job file; examples/jobs/cifar10-resnet18.toml is one.")],
     strategies: Annotated[str, typer.Option("--strategies", help="Plans, by semicolons.")] = "batch;rows",
