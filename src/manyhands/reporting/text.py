@@ -32,6 +32,8 @@ def plan_view(facts: PlanFacts) -> RenderableType:
         title=f"Plan for batch {facts.batch} on {len(facts.devices)} devices",
         box=SIMPLE,
         title_justify="left",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for heading, justify in (
         ("#", "right"),
@@ -43,7 +45,7 @@ def plan_view(facts: PlanFacts) -> RenderableType:
         ("time", "right"),
         ("work, %", "left"),
     ):
-        width = {"layers": 12, "cut": 14, "work, %": 11}.get(heading)
+        width = {"layers": 12, "cut": 10, "work, %": 8}.get(heading)
         table.add_column(heading, justify=justify, min_width=width, overflow="fold")  # type: ignore[arg-type]
     for index, segment in enumerate(facts.segments):
         table.add_row(*_segment_row(index, segment))
@@ -56,8 +58,7 @@ def plan_view(facts: PlanFacts) -> RenderableType:
 
 def _rivals(facts: PlanFacts, advice: Advice) -> Table:
     """The best of each named strategy beside the plan."""
-    table = Table(title="Against the named strategies, each with its best shares", box=SIMPLE)
-    table.title_justify = "left"
+    table = Table(title="Against the named strategies", box=SIMPLE, title_justify="left")
     for heading, justify in (("plan", "left"), ("a step", "right"), ("largest peak", "right"), ("", "left")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     largest = max(size for _, size in facts.forecast.peak_bytes)
