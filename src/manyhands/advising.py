@@ -101,11 +101,8 @@ def refusal(request: Request, decision: Decision) -> RequestError:
     except RequestError as error:
         found = [text for text in (_smaller_batch(request), _more_devices(request)) if text]
         short = str(error).split(" Take a smaller")[0]
-        return RequestError(f"{short} {' '.join(found) or _SMALLEST}")
+        return RequestError(f"{short} {' or '.join(found) or 'A smaller input or more devices'} would fit.")
     raise AssertionError("the plan fits")
-
-
-_SMALLEST = "Not even one image at a time fits on four devices more: take a smaller input."
 
 
 def _smaller_batch(request: Request) -> str:
@@ -118,7 +115,7 @@ def _smaller_batch(request: Request) -> str:
             too_large = middle
         else:
             fits = middle
-    return f"--batch {fits} would fit." if fits else ""
+    return f"--batch {fits}" if fits else ""
 
 
 def _more_devices(request: Request) -> str:
@@ -126,5 +123,5 @@ def _more_devices(request: Request) -> str:
     for count in MORE_DEVICES:
         cluster = with_more(request.cluster, count)
         if api.choose(request.traced.graph, cluster).best is not None:
-            return f"So would {count} more like {last}."
+            return f"{count} more like {last}"
     return ""

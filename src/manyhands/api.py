@@ -11,12 +11,12 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, local_cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.graph import Graph
-from manyhands.ir.plan import Plan
+from manyhands.ir.plan import Kept, Plan
 from manyhands.planning.checking import check, validate
-from manyhands.planning.deciding import Decision, Option, decide
+from manyhands.planning.deciding import MARGIN, Decision, Option, decide
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.lowering import lower as lower_plan
-from manyhands.planning.simulation import Timeline
+from manyhands.planning.simulation import SGD_WITH_MOMENTUM, Timeline
 from manyhands.planning.simulation import simulate as simulate_programs
 from manyhands.planning.strategies import plan_by_name
 from manyhands.runtime.inprocess import run_in_process
@@ -41,6 +41,7 @@ def plan(
     shares: Sequence[int] = (),
     fuse: Sequence[str] | None = None,
     required: Sequence[str] = (),
+    kept: Kept = SGD_WITH_MOMENTUM,
 ) -> Plan:
     """Who computes what. `strategy` is `auto`, a name (`rows`), a product (`batch:2,rows:2`) or several.
 
@@ -49,7 +50,7 @@ def plan(
     """
     cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
     if strategy == "auto" and not shares and fuse is None:
-        return fitting(choose(graph, cluster, required=required), cluster).plan
+        return fitting(choose(graph, cluster, required=required, kept=kept), cluster).plan
     if strategy == "auto":
         raise RequestError("shares and fused groups need a strategy by name; `auto` finds its own.")
     return plan_by_name(
@@ -57,9 +58,11 @@ def plan(
     )
 
 
-def choose(graph: Graph, cluster: Cluster, *, required: Sequence[str] = ()) -> Decision:
-    """The best plan for a cluster, and what else there was."""
-    return decide(graph, cluster, required=tuple(required))
+def choose(
+    graph: Graph, cluster: Cluster, *, required: Sequence[str] = (), kept: Kept = SGD_WITH_MOMENTUM
+) -> Decision:
+    """The best plan for a cluster, and what else there was; `kept`: of each weight by the optimiser."""
+    return decide(graph, cluster, required=tuple(required), kept=kept)
 
 
 def fitting(decision: Decision, cluster: Cluster) -> Option:
@@ -67,8 +70,10 @@ def fitting(decision: Decision, cluster: Cluster) -> Option:
     if decision.best is not None:
         return decision.best
     nearest = decision.smallest
+    if nearest is None:
+        raise RequestError("no plan gives every device something to do. Use fewer devices or a larger batch.")
     short = [
-        f"{device} needs {_megabytes(need)} of its {_megabytes(limit)}"
+        f"{device} needs {_megabytes(MARGIN * need)} of its {_megabytes(limit)}"
         for device, need, limit in nearest.over
     ]
     raise RequestError(
@@ -77,7 +82,7 @@ def fitting(decision: Decision, cluster: Cluster) -> Option:
     )
 
 
-def _megabytes(num_bytes: int) -> str:
+def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.0f} MB"
 
 
@@ -93,9 +98,9 @@ def lower(graph: Graph, chosen: Plan, *, clip: bool = False) -> Lowered:
     return lowered
 
 
-def simulate(lowered: Lowered, cluster: Cluster) -> Timeline:
+def simulate(lowered: Lowered, cluster: Cluster, *, kept: Kept = SGD_WITH_MOMENTUM) -> Timeline:
     """The programs run on paper: when each step would start and stop, and how much is alive."""
-    return simulate_programs(lowered, cluster)
+    return simulate_programs(lowered, cluster, kept=kept)
 
 
 def make_worker(

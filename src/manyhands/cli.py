@@ -132,7 +132,7 @@ def profile(
         from manyhands.measuring import profile_and_show as profile_model
 
         with busy(as_json):
-            measured, view = profile_model(model, input, batch, devices or 2, threads or 1)
+            measured, view = profile_model(model, input, batch, devices or 2, threads)
         print(json.dumps(measured)) if as_json else show(view)
         return
     from manyhands.surveying import profile_and_show

@@ -17,6 +17,7 @@ from manyhands.errors import RunError
 from manyhands.ir.cluster import local_cluster
 from manyhands.ir.codec import encode
 from manyhands.ir.geometry import Tile
+from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.planning.summary import summarise
 from manyhands.proving import load_outcome
@@ -42,13 +43,13 @@ def demonstrate(steps: int, strategy: str, num_devices: int) -> None:
         seconds = time.perf_counter() - start
         model = _merged(Path(folder), plan.devices)
     console.print(
-        f"\nTrained {steps} steps of {BATCH} images on {num_devices} processes in {seconds:.0f} s, "
+        f"\nTrained {steps} steps of {BATCH} images on {len(plan.devices)} processes in {seconds:.0f} s, "
         f"start included; {amount(sum(sent.values()) / steps)} on the network a step; "
         f"peak memory of a process {amount(max(peaks.values()))}."
     )
     console.print(f"Accuracy on 500 test images it has not seen: {_accuracy(model):.1%}")
     with console.status("the same plan in float64 against plain PyTorch on one device ..."):
-        difference = _verify(strategy, num_devices)
+        difference = _verify(plan)
     verdict = "exact" if difference.exact else f"NOT exact, first in {difference.first_layer or 'the loss'}"
     console.print(
         f"Three steps of this plan in float64 against plain PyTorch on one device: {verdict}; "
@@ -58,9 +59,8 @@ def demonstrate(steps: int, strategy: str, num_devices: int) -> None:
         raise RunError("the plan does not train like one device. Please report this.")
 
 
-def _verify(strategy: str, num_devices: int) -> Difference:
+def _verify(plan: Plan) -> Difference:
     model, images = load_model("demo", seed=SEED).double(), torch.empty(BATCH, 1, 28, 28, dtype=torch.float64)
-    plan = api.plan(api.trace(model, images).graph, num_devices, strategy)
     return api.verify(model, (images,), plan)
 
 

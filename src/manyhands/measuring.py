@@ -20,7 +20,7 @@ from manyhands.ir.cluster import Cluster, cores_here, local_cluster
 from manyhands.ir.codec import decode, encode, graph_digest
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
-from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample, stretched
+from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample
 from manyhands.loading import default_input, load_model, parse_inputs
 from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, RehearseJob
 from manyhands.planning.simulation import simulate
@@ -32,7 +32,7 @@ from manyhands.tasks import examples
 CUTS = ("batch", "rows", "channels")
 ROUNDS = 3
 MOST_STRETCHED = 1.5  # beyond that, the machine was doing something else
-FORMAT = 2  # of the stored file; another one is measured anew
+FORMAT = 3  # of the stored file; another one is measured anew
 
 Inputs = tuple[tuple[int, ...], ...]
 
@@ -72,7 +72,7 @@ def profile_local(
 def _calibrated(
     cluster: Cluster, graph: Graph, plans: tuple[Plan, ...], said: dict[str, list[Event]]
 ) -> Cluster:
-    """All times stretched so that the plans that were rehearsed among the devices take as long as they did.
+    """Times stretched so that the plans that were rehearsed among the devices take as long as they did.
 
     The clock of a thread misses what the system does for it elsewhere, such as waking it up.
     """
@@ -86,21 +86,27 @@ def _calibrated(
     if not ratios:
         return cluster
     stretch = min(max(median(ratios), 1.0), MOST_STRETCHED)
-    return replace(cluster, profiles=tuple(stretched(profile, stretch) for profile in cluster.profiles))
+    return replace(cluster, profiles=tuple(replace(each, stretch=stretch) for each in cluster.profiles))
 
 
 def profile_and_show(
-    model: str, input: str | None, batch: int, num_devices: int, threads: int
+    model: str, input: str | None, batch: int, num_devices: int, threads: int | None
 ) -> tuple[Any, RenderableType]:
     """Measure a model anew; the facts, and the same as a table."""
     inputs = parse_inputs(input or default_input(model))
-    cluster = profile_local(model, inputs, batch, num_devices, threads=threads, fresh=True)
+    chosen = threads or threads_each(num_devices)
+    cluster = profile_local(model, inputs, batch, num_devices, threads=chosen, fresh=True)
     return encode(cluster), profile_view(model, cluster)
 
 
-def known_local(graph: Graph, num_devices: int, threads: int = 1) -> Cluster:
-    """That many local devices, with what was measured of them on this model if it was."""
-    found = _read(_stored(graph, num_devices, threads, False, None))
+def threads_each(num_devices: int) -> int:
+    """Threads of each of so many local processes, as `train` has them."""
+    return max(torch.get_num_threads() // num_devices, 1)
+
+
+def known_local(graph: Graph, num_devices: int, *, threads: int, thrifty: bool) -> Cluster:
+    """That many local devices, with what was measured of them on this model, working so, if it was."""
+    found = _read(_stored(graph, num_devices, threads, thrifty, None))
     return found if found is not None else local_cluster(num_devices)
 
 
@@ -171,8 +177,9 @@ def _settled(seconds: list[float]) -> float:
 def _stored(graph: Graph, num_devices: int, threads: int, thrifty: bool, memory_bytes: int | None) -> Path:
     """Where the profile of this model on this machine is kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands"
+    types = sorted({layer.dtype for layer in graph.layers})  # the digest is the same for all of them
     facts: list[Any] = [FORMAT, platform.node(), torch.__version__, cores_here(), graph_digest(graph)]
-    facts += [num_devices, threads, thrifty, memory_bytes]
+    facts += [types, num_devices, threads, thrifty, memory_bytes]
     return folder / f"profile-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]}.json"
 
 

@@ -20,7 +20,7 @@ from manyhands.loading import (
     parse_bytes,
     parse_inputs,
 )
-from manyhands.measuring import known_local
+from manyhands.measuring import known_local, threads_each
 from manyhands.planning.lowering import Lowered
 from manyhands.tracing.graphs import Traced
 
@@ -59,7 +59,12 @@ class Request:
         traced = _trace(model, inputs, batch, precision)
         found = load_cluster(cluster, devices)
         if cluster is None:
-            found = known_local(traced.graph, len(found.devices))
+            found = known_local(
+                traced.graph,
+                len(found.devices),
+                threads=threads_each(len(found.devices)),
+                thrifty=memory is not None,
+            )
         if memory is not None:
             limit = parse_bytes(memory)
             limited = tuple(replace(d, memory_bytes=d.memory_bytes or limit) for d in found.devices)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from manyhands import api
+from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device
+from manyhands.ir.plan import Kept
 from manyhands.loading import load_model
 
 CLUSTERS = {
@@ -31,3 +34,26 @@ def test_a_chosen_plan_is_exact(name: str, shape: tuple[int, ...], cluster: str)
     chosen = api.plan(graph, devices, required=devices.names)
     assert set(chosen.devices) == set(devices.names)
     assert api.verify(model, (example,), chosen).exact
+
+
+def test_a_mean_over_the_image_itself_can_be_planned() -> None:
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5))
+    example = torch.randn(4, 3, 8, 8)
+    devices = CLUSTERS["slow network"]
+    chosen = api.plan(api.trace(model, example).graph, devices, required=devices.names)
+    assert api.verify(model, (example,), chosen).exact
+
+
+def test_too_many_devices_for_the_work_are_refused_as_such() -> None:
+    graph = api.trace(nn.Linear(8, 2), torch.randn(1, 8)).graph
+    with pytest.raises(RequestError, match="no plan gives every device something to do"):
+        api.plan(graph, CLUSTERS["unequal"], required=CLUSTERS["unequal"].names)
+
+
+def test_an_optimiser_that_keeps_more_needs_more_memory() -> None:
+    graph = api.trace(load_model("resnet18-cifar"), torch.randn(2, 3, 16, 16)).graph
+    lowered = api.lower(graph, api.plan(graph, 1, "single"))
+    devices = Cluster((Device("device-0", None, 10**12),))
+    sgd, adam = (api.simulate(lowered, devices, kept=kept).cost for kept in (Kept(0, 0), Kept(2, 2)))
+    weights = sum(p.numel() * 4 for p in load_model("resnet18-cifar").parameters())
+    assert adam.peak_bytes[0][1] - sgd.peak_bytes[0][1] >= 2 * weights

@@ -16,6 +16,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What an optimiser keeps of each weight (momentum 1, Adam 2), and copies while it changes one."""
+
+    slots: float = 1.0
+    copies: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """Predicted or measured: the same type, so a report is a subtraction."""
 

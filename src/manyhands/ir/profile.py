@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from manyhands.ir.graph import Layer
 
@@ -79,6 +79,7 @@ class Profile:
     bare_bytes: int  # of a process that is ready to train and holds no weights yet
     timings: tuple[Timing, ...]
     lines: tuple[Line, ...]
+    stretch: float = 1.0  # of all that is done among others: parts of layers, and messages
 
 
 def kind_of(layer: Layer, exchanged: bool = False) -> str:
@@ -98,25 +99,3 @@ def fractions(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[float, flo
     for part in parts[2:]:
         area *= part
     return parts[0] if parts else 1.0, parts[1] if parts[1:] else 1.0, area
-
-
-def stretched(profile: Profile, factor: float) -> Profile:
-    """The same device where it works among others: parts and messages take so many times as long.
-
-    The whole of a layer stays as it is, unless it is one that only occurs among others.
-    """
-
-    def timing(each: Timing) -> Timing:
-        if each.kind.endswith(EXCHANGED):
-            return replace(each, forward_s=factor * each.forward_s, backward_s=factor * each.backward_s)
-        factors = tuple((axis, tuple(map(part, parts))) for axis, parts in each.factors)
-        return replace(each, factors=factors)
-
-    def part(each: Factor) -> Factor:
-        return replace(each, forward=factor * each.forward, backward=factor * each.backward)
-
-    lines = tuple(
-        replace(line, fixed_s=factor * line.fixed_s, per_byte_s=factor * line.per_byte_s)
-        for line in profile.lines
-    )
-    return replace(profile, timings=tuple(map(timing, profile.timings)), lines=lines)

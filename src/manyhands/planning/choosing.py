@@ -29,8 +29,8 @@ MAX_SEARCHES = 3  # subsets of devices that are searched, the most promising
 class Chooser:
     """Searches of one graph on one cluster."""
 
-    def __init__(self, graph: Graph, cluster: Cluster) -> None:
-        self.graph, self.cluster = graph, cluster
+    def __init__(self, graph: Graph, cluster: Cluster, weight_copies: float = 3.0) -> None:
+        self.graph, self.cluster, self.weight_copies = graph, cluster, weight_copies
         self.units, self.costs = units(graph), Costs(cluster)
         self.pieces = Pieces(self.units, cluster.names, self.costs)
         self.rounds = Rounds(cluster.names, self.costs)
@@ -58,11 +58,11 @@ class Chooser:
                 total += count * (piece.forward_s + piece.backward_s)
         return [float(seconds) for seconds in total]
 
-    def subsets(self) -> Iterator[tuple[str, ...]]:
+    def subsets(self, required: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         """Devices to try together, in the order of the cluster; of those alike in all, one selection."""
         names = self.cluster.names
         if len(names) > FEW_DEVICES:
-            fastest = sorted(names, key=lambda name: -self.speed[name])
+            fastest = sorted(names, key=lambda name: (name not in required, -self.speed[name]))
             for size in _sizes(len(names)):
                 yield tuple(name for name in names if name in set(fastest[:size]))
             return
@@ -118,7 +118,9 @@ class Chooser:
     def _promise(self, layout: Layout) -> float:
         num, cores = len(layout.devices), self.cluster.cores or len(layout.devices)
         sample = tuple(dict.fromkeys(layout.devices[index] for index in (0, num // 2, num - 1)))
-        pieces = self.samples.setdefault(sample, Pieces(self.units, sample, self.costs))
+        if sample not in self.samples:
+            self.samples[sample] = Pieces(self.units, sample, self.costs)
+        pieces = self.samples[sample]
         fastest = max(layout.devices, key=lambda device: self.speed[device])
         alone, rates = Layout((fastest,), (), (1,)), self.rounds.per_byte_s
         per_byte_s = float(rates.sum()) / max(int(np.count_nonzero(rates)), 1)
@@ -142,7 +144,7 @@ class Chooser:
 
     def searches(self, required: tuple[str, ...] = ()) -> list[tuple[Layout, ...]]:
         """The layouts of each search that is worth its time, on subsets with the required devices."""
-        found = [self.layouts(devices) for devices in self.subsets() if set(required) <= set(devices)]
+        found = [self.layouts(devices) for devices in self.subsets(required) if set(required) <= set(devices)]
         if self.thorough:
             return found
         found.sort(key=lambda layouts: min(map(self.promise, layouts)))
@@ -153,7 +155,8 @@ class Chooser:
     def search(self, layouts: tuple[Layout, ...], limit_bytes: Numbers | None) -> Found | None:
         few = len(self.cluster.names) <= FEW_DEVICES
         fused = None if self.thorough else MAX_FUSED if few else 2
-        return Search(self.units, layouts, self.pieces, self.rounds, fused).best(limit_bytes)
+        searched = Search(self.units, layouts, self.pieces, self.rounds, fused, self.weight_copies)
+        return searched.best(limit_bytes)
 
 
 def _missing(have: Boxes, need: Boxes) -> float:

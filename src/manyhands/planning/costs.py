@@ -50,10 +50,12 @@ class Costs:
         self.links: dict[tuple[str, str], Link] = {}
         self.curves: dict[str, dict[str, Curves]] = {}
         self.lines: dict[str, dict[str, Line]] = {}
+        self.stretches: dict[str, float] = {}
         self.kinds: dict[int, tuple[Layer, str, str]] = {}  # by identity: the layer is kept, so it stays one
         self.known: dict[tuple[str, int, Shape, bool], tuple[float, float]] = {}
         for profile in cluster.profiles:
             self.curves[profile.device] = {timing.kind: Curves(timing) for timing in profile.timings}
+            self.stretches[profile.device] = profile.stretch
             self.lines[profile.device] = {line.step: line for line in profile.lines}
 
     def layer(self, device: str, layer: Layer, tile: Tile, exchanged: bool = False) -> tuple[float, float]:
@@ -73,7 +75,9 @@ class Costs:
         if curves := self.curves.get(device):
             found = curves.get(together if exchanged else alone) or curves.get(alone) or curves.get(together)
             if found is not None:
-                return found.seconds(layer.shape, tile.shape)
+                forward_s, backward_s = found.seconds(layer.shape, tile.shape)
+                stretch = 1.0 if tile.shape == layer.shape else self.stretches[device]
+                return stretch * forward_s, stretch * backward_s
         if isinstance(layer.operation, Rearrange):
             return 0.0, 0.0
         rates = self.devices[device]
@@ -93,7 +97,9 @@ class Costs:
         if lines is None:
             return STEP_S + 2 * num_bytes / self.devices[device].memory_bytes_per_s
         line = lines.get(step) or lines.get(step.split()[0])
-        return line.seconds(num_bytes) if line is not None else 0.0
+        among_others = " " in step  # messages are "send value"; one device alone has none
+        stretch = self.stretches[device] if among_others else 1.0
+        return stretch * line.seconds(num_bytes) if line is not None else 0.0
 
     def begin(self, device: str) -> float:
         """Seconds before the first step."""

@@ -10,13 +10,13 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Layout
 from manyhands.ir.graph import Graph
-from manyhands.ir.plan import Cost, Plan
+from manyhands.ir.plan import Cost, Kept, Plan
 from manyhands.planning.candidates import by_speed
 from manyhands.planning.choosing import Chooser
 from manyhands.planning.lowering import lower
 from manyhands.planning.pieces import Numbers
 from manyhands.planning.search import Search
-from manyhands.planning.simulation import simulate
+from manyhands.planning.simulation import SGD_WITH_MOMENTUM, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
@@ -40,6 +40,11 @@ class Option:
     def fits(self) -> bool:
         return not self.over
 
+    @property
+    def mixed(self) -> bool:
+        """Is it found by a search, and of more than one layout?"""
+        return self.name == "auto" and len({segment.layout for segment in self.plan.segments}) > 1
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -57,31 +62,34 @@ class Decision:
     others: tuple[Option | Refused, ...]
 
     @property
-    def smallest(self) -> Option:
-        """The plan that comes nearest to fitting."""
-        found = [option for option in self.others if isinstance(option, Option)]
-        return min(found, key=lambda option: max((need / limit for _, need, limit in option.over), default=0))
+    def smallest(self) -> Option | None:
+        """Of the plans that need more memory than there is, the one that comes nearest to fitting."""
+        found = [option for option in self.others if isinstance(option, Option) and option.over]
+        return min(found, key=lambda o: max(need / limit for _, need, limit in o.over), default=None)
 
 
-def decide(graph: Graph, cluster: Cluster, *, required: tuple[str, ...] = ()) -> Decision:
+def decide(
+    graph: Graph, cluster: Cluster, *, required: tuple[str, ...] = (), kept: Kept = SGD_WITH_MOMENTUM
+) -> Decision:
     """Foresee what the searches find and the named strategies; the fastest that fits wins.
 
     `required` devices take part in the plan, also where it would be faster without them.
     """
-    decider = _Decider(graph, cluster)
+    decider = _Decider(graph, cluster, kept)
     searches = decider.chooser.searches(required)
     found = [option for layouts in searches for option in decider.searched(layouts)]
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     trust = TRUST if cluster.profiles else 1.0
-    best = min(fitting, key=lambda o: o.cost.seconds / (trust if o.name == "auto" else 1.0), default=None)
+    best = min(fitting, key=lambda o: o.cost.seconds / (trust if o.mixed else 1.0), default=None)
     return Decision(best, (*named, *(option for option in found if option is not best)))
 
 
 class _Decider:
-    def __init__(self, graph: Graph, cluster: Cluster) -> None:
-        self.graph, self.cluster, self.chooser = graph, cluster, Chooser(graph, cluster)
+    def __init__(self, graph: Graph, cluster: Cluster, kept: Kept) -> None:
+        self.graph, self.cluster, self.kept = graph, cluster, kept
+        self.chooser = Chooser(graph, cluster, 2 + kept.slots)
         self.seen: dict[Plan, Option] = {}
 
     def limits(self) -> Numbers | None:
@@ -140,7 +148,7 @@ class _Decider:
         """By the programs. Memory is followed where it is limited, or where that takes no time."""
         size = len(self.graph.layers) * len(plan.devices)
         memory = size <= QUICK or self.limits() is not None
-        return simulate(lower(self.graph, plan), self.cluster, memory=memory).cost
+        return simulate(lower(self.graph, plan), self.cluster, memory=memory, kept=self.kept).cost
 
     def _num_messages(self, plan: Plan) -> int:
         """About how many messages a step takes: everybody tells everybody statistics, neighbours tiles."""
@@ -150,7 +158,10 @@ class _Decider:
     def _estimate(self, plan: Plan) -> Cost:
         layouts = tuple(dict.fromkeys(segment.layout for segment in plan.segments))
         chooser = self.chooser
-        found = Search(chooser.units, layouts, chooser.pieces, chooser.rounds).estimate(plan)
+        copies = chooser.weight_copies
+        found = Search(chooser.units, layouts, chooser.pieces, chooser.rounds, weight_copies=copies).estimate(
+            plan
+        )
         if found is None:
             raise RequestError("too large to be foreseen: its segments end inside of what is fused.")
         peaks = zip(self.cluster.names, found.peak_bytes, strict=True)

@@ -69,6 +69,10 @@ def bound(lowered: Lowered, timeline: Timeline, cluster: Cluster) -> str:
                 way = step.message.source, step.message.target
                 links[way] += step.message.num_bytes / cluster.link(*way).bytes_per_s / seconds
     device = max(busy, key=lambda name: busy[name])
+    if cluster.shared_bytes_per_s is not None:
+        carried = timeline.cost.traffic_bytes / cluster.shared_bytes_per_s / seconds
+        if carried > busy[device]:
+            return f"the network that all share: it carries for {min(carried, 1):.0%} of the step"
     sending: Seconds = defaultdict(float)
     for (source, _), part in links.items():
         sending[source] += part

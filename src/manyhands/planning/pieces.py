@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class Pieces:
         if tuple(reading.name for reading in found.readings) == names:
             return found
         again = zip(names, found.readings, strict=True)
-        return _renamed(found, tuple(Reading(n, r.boxes, r.statistic) for n, r in again))
+        return replace(found, readings=tuple(Reading(n, r.boxes, r.statistic) for n, r in again))
 
     def inputs(self, start: int, stop: int) -> tuple[str, ...]:
         """Earlier results that a segment reads, in the order in which it does."""
@@ -114,19 +114,6 @@ class Pieces:
         return self.seconds[key]
 
 
-def _renamed(piece: Piece, readings: tuple[Reading, ...]) -> Piece:
-    return Piece(
-        piece.forward_s,
-        piece.backward_s,
-        piece.kept_bytes,
-        piece.passing_bytes,
-        piece.weight_bytes,
-        piece.shared_bytes,
-        readings,
-        piece.statistics,
-    )
-
-
 class _Cutter:
     """The regions of one segment, from its last layer to its first (as `assignment` has them for a plan)."""
 
@@ -157,7 +144,8 @@ class _Cutter:
             tiles = self._settled(layer, tiles)
         self.computed[name] = tiles
         if name in self.exchanged and layer.statistic is Statistic.MEAN:
-            self._ask(layer.inputs[0], [empty_like(self._shape(layer.inputs[0]))] * len(home))
+            if not is_source(self.pieces.by_name[layer.inputs[0]]):
+                self._ask(layer.inputs[0], [empty_like(self._shape(layer.inputs[0]))] * len(home))
             return
         shapes = tuple(self._shape(source) for source in layer.inputs)
         wanted = [needs(layer, tile, shapes) if tile.numel else None for tile in tiles]
@@ -206,9 +194,13 @@ class _Cutter:
         told = tuple(
             2 * layer.item_bytes * layer.shape[1]
             for layer in self.layers
-            if layer.name in self.exchanged and layer.inputs[0] in self.inside
+            if layer.name in self.exchanged and self._measured_here(layer.inputs[0])
         )
         return Piece(forward, backward, kept, passing, weights, shared, readings, told)
+
+    def _measured_here(self, name: str) -> bool:
+        """Are statistics of this result told inside of the segment, not as it is read?"""
+        return name in self.inside or is_source(self.pieces.by_name[name])
 
     def _counted(self, name: str) -> bool:
         return any(reader in self.exchanged for reader in self.pieces.readers[name] if reader in self.inside)

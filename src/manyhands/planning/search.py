@@ -22,7 +22,6 @@ from manyhands.planning.units import Units
 
 MAX_LABELS = 40
 OVERLAP = 0.5  # of the blocking seconds, in which gradients of weights can travel besides
-WEIGHT_COPIES = 3.0  # the weight, its gradient, its momentum
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,11 @@ class Search:
         pieces: Pieces,
         rounds: Rounds,
         max_fused: int | None = None,
+        weight_copies: float = 3.0,  # the weight, its gradient, its momentum
     ) -> None:
         self.units, self.layouts, self.pieces, self.rounds = units, layouts, pieces, rounds
         self.thorough, self.by_name = max_fused is None, units.graph.by_name()
+        self.weight_copies = weight_copies
         self.max_fused = len(units.runs) if max_fused is None else max_fused
         self.fetched: dict[object, Numbers] = {}
         self.homes: dict[tuple[int, ...], Boxes] = {}
@@ -201,7 +202,7 @@ class Search:
     def _option(self, start: int, stop: int, index: int, piece: Piece) -> Option:
         alive = self.units.alive[start]
         fetch = tuple((alive.index(reading.name), self.fetch(reading)) for reading in piece.readings)
-        held = piece.kept_bytes + WEIGHT_COPIES * piece.weight_bytes
+        held = piece.kept_bytes + self.weight_copies * piece.weight_bytes
         traffic = 2 * self.rounds.spread(piece.shared_bytes)
         return Option(stop, index, self.computing(piece), traffic, fetch, held, piece.passing_bytes)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from manyhands.ir.cluster import Cluster
-from manyhands.ir.plan import Cost
+from manyhands.ir.plan import Cost, Kept
 from manyhands.ir.program import (
     SENDING_BYTES,
     Backward,
@@ -28,6 +28,7 @@ from manyhands.planning.memory import peak
 from manyhands.planning.weights import owned_bytes
 
 Interval = tuple[float, float]
+SGD_WITH_MOMENTUM = Kept()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,9 @@ class Deadlock(Exception):
     """Every unfinished device waits for something that never comes."""
 
 
-def simulate(lowered: Lowered, cluster: Cluster, *, memory: bool = True) -> Timeline:
+def simulate(
+    lowered: Lowered, cluster: Cluster, *, memory: bool = True, kept: Kept = SGD_WITH_MOMENTUM
+) -> Timeline:
     """The timeline of one training step, and unless `memory` is not asked for, the peak of each device.
 
     A device computes and sends at once; its messages leave one by one. Where devices share a medium, so do
@@ -75,7 +78,7 @@ def simulate(lowered: Lowered, cluster: Cluster, *, memory: bool = True) -> Time
     cost = Cost(
         seconds=warp(max(device.now for device in devices)),
         traffic_bytes=sum(sent_bytes(program) for program in lowered.programs),
-        peak_bytes=_peaks(lowered, costs) if memory else (),
+        peak_bytes=_peaks(lowered, costs, kept) if memory else (),
     )
     return Timeline(cost, events)
 
@@ -249,13 +252,17 @@ class _Warp:
         return self.real[place] + (time_s - self.given[place]) * self.slowness[place]
 
 
-def _peaks(lowered: Lowered, costs: Costs) -> tuple[tuple[str, int], ...]:
+def _peaks(lowered: Lowered, costs: Costs, kept: Kept) -> tuple[tuple[str, int], ...]:
     """The most memory of each device; where it is limited, freed memory goes back at once."""
-    devices = costs.devices
-    return tuple(
-        (
+
+    def of(name: str) -> int:
+        return peak(
+            lowered,
             name,
-            peak(lowered, name, bare_bytes=costs.bare_bytes(name), thrifty=bool(devices[name].memory_bytes)),
+            optimiser_slots=kept.slots,
+            optimiser_copies=kept.copies,
+            bare_bytes=costs.bare_bytes(name),
+            thrifty=bool(costs.devices[name].memory_bytes),
         )
-        for name in lowered.plan.devices
-    )
+
+    return tuple((name, of(name)) for name in lowered.plan.devices)

@@ -23,9 +23,9 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Span, Tile
-from manyhands.ir.plan import Plan
+from manyhands.ir.plan import Kept, Plan
 from manyhands.loading import default_input, load_cluster, load_model, parse_bytes, parse_inputs
-from manyhands.measuring import known_local
+from manyhands.measuring import known_local, threads_each
 from manyhands.planning.feeding import Feed, feed_plan
 from manyhands.planning.lowering import Lowered
 from manyhands.training.jobs import AugmentTable, Job
@@ -194,29 +194,44 @@ def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster,
         model = build_model(job, facts)
     graph = api.trace(model.train(), example(job)).graph
     if job.cluster is None:
-        measured = known_local(graph, len(cluster.devices))
+        count, thrifty = len(cluster.devices), job.memory is not None
+        measured = known_local(graph, count, threads=threads_each(count), thrifty=thrifty)
         cluster = replace(measured, devices=cluster.devices)
-    plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster))
+    kept = _kept(job)
+    plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster), kept=kept)
     lowered = api.lower(graph, plan, clip=job.clip is not None)
     _refuse_large(lowered, cluster, job)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]
     if job.evaluate is not None:
         _check_evaluation(model, job, plan)
     used = tuple(device for device in cluster.devices if device.name in plan.devices)
-    return replace(facts, own_samples=len(samples)), replace(cluster, devices=used), lowered
+    smaller = replace(cluster, devices=used, port=cluster.meeting_port)  # where all would meet
+    return replace(facts, own_samples=len(samples)), smaller, lowered
 
 
 def _refuse_large(lowered: Lowered, cluster: Cluster, job: Job) -> None:
     """A plan that is foreseen to need more memory than a device has is not begun."""
     if all(device.memory_bytes is None for device in cluster.devices):
         return
-    for name, size in api.simulate(lowered, cluster).cost.peak_bytes:
+    for name, size in api.simulate(lowered, cluster, kept=_kept(job)).cost.peak_bytes:
         limit = cluster.device(name).memory_bytes
         if limit is not None and size > limit:
             raise RequestError(
                 f"{job.strategy} does not fit {name}: {size / 1e6:.0f} MB are foreseen, the limit is "
                 f"{limit / 1e6:.0f} MB. Leave `strategy` to auto, or take a smaller batch or more devices."
             )
+
+
+def _kept(job: Job) -> Kept:
+    """What the job's optimiser keeps of a weight; of one that is not known here, as much as any keeps."""
+    options = job.optimizer.model_dump(exclude={"name"})
+    copies = 1.0 if options.get("weight_decay") else 0.0
+    name = job.optimizer.name.lower()
+    if name == "sgd":
+        return Kept(1.0 if options.get("momentum") else 0.0, copies)
+    if name in ("adagrad", "rmsprop", "rprop"):
+        return Kept(2.0, 1.0 + copies)
+    return Kept(3.0 if options.get("amsgrad") else 2.0, 2.0 + copies)
 
 
 def _required(job: Job, cluster: Cluster) -> tuple[str, ...]:

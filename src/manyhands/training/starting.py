@@ -14,6 +14,7 @@ from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import encode, to_json
 from manyhands.ir.plan import Cost
 from manyhands.loading import devices_here
+from manyhands.measuring import threads_each
 from manyhands.planning.explaining import forecast as foresee
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.summary import summarise
@@ -141,7 +142,7 @@ def threads(start: Start) -> int:
     """Threads of each process: a machine of its own gives all its cores, one that is shared one each."""
     if start.here is not None and len(start.here) == 1:
         return max(torch.get_num_threads(), 1)
-    return max(torch.get_num_threads() // len(start.cluster.devices), 1)
+    return threads_each(len(start.cluster.devices))
 
 
 def plan_facts(start: Start) -> Any:
