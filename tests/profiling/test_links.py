@@ -68,8 +68,8 @@ def test_a_radio_is_told_from_a_switch(one_medium: bool) -> None:
     together = found["a"]
     assert found["b"] == found["c"] == together, "everybody learns the same"
     assert together.shared == one_medium
-    # Threads of a busy machine are late, and a clock that starts late sees less of what the others send.
-    assert RATE / 2 < together.bytes_per_s < 1.5 * RATE * (1 if one_medium else len(NAMES))
+    # Threads of a busy machine are late, never early.
+    assert RATE / 2 < together.bytes_per_s < 1.1 * RATE * (1 if one_medium else len(NAMES))
 
 
 def test_one_device_has_no_links() -> None:
