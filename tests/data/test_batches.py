@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -250,7 +251,7 @@ def test_the_next_steps_are_read_in_the_background(data) -> None:
 
 
 class Own:
-    """A person's own data set with random transforms of three kinds."""
+    """A person's own data set with random transforms of three kinds, slow enough for others to draw meanwhile."""
 
     def __len__(self) -> int:
         return 6
@@ -258,6 +259,7 @@ class Own:
     def __getitem__(self, index: int) -> tuple[Tensor, float]:
         if index == 4:
             raise OSError("lost")
+        time.sleep(0.002)
         noise = torch.rand(1, 4, 4) + np.random.random() + random.random()
         return noise + 100 * index, float(index)
 
@@ -268,7 +270,9 @@ def test_ones_own_data_draws_the_same_on_every_device_and_disturbs_nobody() -> N
     with Loader(dataset, recipe, 3, 7, True) as loader, Loader(dataset, recipe, 3, 7, True, ahead=0) as again:
         for step in (0, 1, 2, 5):
             images, targets = loader.take(step)
-            torch.rand(3), random.random(), np.random.random()
+            until = time.monotonic() + 0.03  # as a training step with dropout draws while images are read
+            while time.monotonic() < until:
+                torch.rand(3), random.random(), np.random.random()
             same, _ = again.take(step)
             assert torch.equal(images, same)
             assert torch.equal((images.mean((1, 2, 3)) // 100), targets)

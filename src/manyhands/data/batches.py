@@ -100,21 +100,27 @@ class Loader:
         """This device's tile of a batch's images as float32, and the targets of the whole batch.
 
         Labels are int64 (batch,), boxes float32 (batch, max_boxes, 5) with label -1 where there is none, and
-        targets of one's own data set are stacked. Any step may be asked for; the next ones are made ready.
+        targets of one's own data set are stacked. Any step may be asked for; the next ones are made ready, except
+        of one's own data set: it draws from the random numbers of the whole process, which a thread in the
+        background would share with the training.
         """
-        stop = step + 1 + self.ahead if self.training else min(step + 1 + self.ahead, self.steps_per_epoch)
-        for other in [number for number in self._waiting if not step <= number < stop]:
-            self._waiting.pop(other).cancel()
-        for number in range(step, max(stop, step + 1)):
-            if number not in self._waiting:
-                self._waiting[number] = self._pool.submit(self._make, number)
-        batch = self._waiting.pop(step).result()
+        batch = self._make(step) if self.dataset.kind is Kind.OWN else self._ready(step)
         self.damaged |= batch.damaged
         if len(self.damaged) > self.damaged_limit:
             raise too_many(self.damaged, self.damaged_limit)
         if self.dataset.kind is Kind.OWN:
             return batch.images, batch.targets
         return augmentation.normalized(self.recipe, batch.images, self.tile.spans[1]), batch.targets
+
+    def _ready(self, step: int) -> Batch:
+        """A batch that was read ahead, or is read now; the next ones are begun."""
+        stop = step + 1 + self.ahead if self.training else min(step + 1 + self.ahead, self.steps_per_epoch)
+        for other in [number for number in self._waiting if not step <= number < stop]:
+            self._waiting.pop(other).cancel()
+        for number in range(step, max(stop, step + 1)):
+            if number not in self._waiting:
+                self._waiting[number] = self._pool.submit(self._make, number)
+        return self._waiting.pop(step).result()
 
     def _make(self, step: int) -> Batch:
         epoch = step // self.steps_per_epoch

@@ -73,7 +73,8 @@ def open_own(reference: str) -> OwnData:
 def drawn_from(seed: int) -> Iterator[None]:
     """Let whatever is drawn inside come from the seed, and leave the process's random state as it was.
 
-    So random transforms in a person's own data set give the same picture on every device.
+    So random transforms in a person's own data set give the same picture on every device. No other thread may
+    draw meanwhile: the loader reads such data in the thread that trains.
     """
     with _ONE_READER, torch.random.fork_rng(devices=[]):
         python_state, numpy_state = random.getstate(), np.random.get_state()
