@@ -251,7 +251,7 @@ def test_the_next_steps_are_read_in_the_background(data) -> None:
 
 
 class Own:
-    """A person's own data set with random transforms of three kinds, slow enough for others to draw meanwhile."""
+    """A person's own data set with random transforms of three kinds, slow enough to be disturbed."""
 
     def __len__(self) -> int:
         return 6

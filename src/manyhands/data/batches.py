@@ -100,9 +100,9 @@ class Loader:
         """This device's tile of a batch's images as float32, and the targets of the whole batch.
 
         Labels are int64 (batch,), boxes float32 (batch, max_boxes, 5) with label -1 where there is none, and
-        targets of one's own data set are stacked. Any step may be asked for; the next ones are made ready, except
-        of one's own data set: it draws from the random numbers of the whole process, which a thread in the
-        background would share with the training.
+        targets of one's own data set are stacked. Any step may be asked for; the next ones are made ready,
+        but not of one's own data set: it draws from the random numbers of the whole process, which a thread
+        in the background would share with the training.
         """
         batch = self._make(step) if self.dataset.kind is Kind.OWN else self._ready(step)
         self.damaged |= batch.damaged

@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from manyhands.ir.cluster import Cluster
-from manyhands.ir.geometry import Layout
+from manyhands.ir.geometry import Axis, Layout
 from manyhands.ir.graph import Graph
 from manyhands.planning.candidates import all_cuts, balanced, by_speed
 from manyhands.planning.costs import Costs
@@ -146,7 +146,7 @@ class Chooser:
         """The layouts of each search that is worth its time, on subsets with the required devices."""
         found = [self.layouts(devices) for devices in self.subsets(required) if set(required) <= set(devices)]
         if self.thorough:
-            return found
+            return list(dict.fromkeys(part for layouts in found for part in (layouts, *_by_axis(layouts))))
         found.sort(key=lambda layouts: min(map(self.promise, layouts)))
         alone = [layouts for layouts in found if len(layouts) == 1]
         count = MAX_SEARCHES if len(self.cluster.names) <= FEW_DEVICES else MAX_SEARCHES - 1
@@ -157,6 +157,17 @@ class Chooser:
         fused = None if self.thorough else MAX_FUSED if few else 2
         searched = Search(self.units, layouts, self.pieces, self.rounds, fused, self.weight_copies)
         return searched.best(limit_bytes)
+
+
+def _by_axis(layouts: tuple[Layout, ...]) -> Iterator[tuple[Layout, ...]]:
+    """The layouts that cut along one axis, with those that do not cut, for each axis.
+
+    The best plan of each is foreseen by its programs, and the search's own count errs a little.
+    """
+    alone = [layout for layout in layouts if not layout.cuts]
+    for axis in Axis:
+        if cut := [layout for layout in layouts if [each.axis for each in layout.cuts] == [axis]]:
+            yield (*alone, *cut)
 
 
 def _missing(have: Boxes, need: Boxes) -> float:

@@ -1,13 +1,14 @@
 """The best plan on given devices: dynamic programming over the places where segments may end.
 
 A label is a plan for the units before a boundary. What follows depends on it only by the layouts of the
-results that cross the boundary, so of labels alike in these the dominated ones are dropped. The search is
-exact within its cost model as long as no more than `MAX_LABELS` labels meet at a boundary.
+results that cross the boundary, so of labels alike in these the dominated ones are dropped. A thorough search
+is exact within its cost model; others go on from `MAX_LABELS` labels of a boundary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from manyhands.planning.links import Rounds
 from manyhands.planning.pieces import Boxes, Numbers, Piece, Pieces, Reading, boxes, travelling
 from manyhands.planning.units import Units
 
-MAX_LABELS = 40
+MAX_LABELS = 40  # of a boundary, where not every label is followed
 OVERLAP = 0.5  # of the blocking seconds, in which gradients of weights can travel besides
 
 
@@ -94,18 +95,27 @@ class Search:
     def best(self, limit_bytes: Numbers | None = None) -> Found | None:
         """The fastest plan within what each device may hold beyond its bare process; None: nothing fits.
 
-        Without a limit on how many units are fused, nothing is left out.
+        A thorough search looks first for a good plan, then at everything that could be better.
         """
+        found = self._pass(limit_bytes, MAX_LABELS, np.inf)
+        if not self.thorough:
+            return found
+        better = self._pass(limit_bytes, None, np.inf if found is None else found.seconds)
+        return min((f for f in (found, better) if f is not None), key=lambda f: f.seconds, default=None)
+
+    def _pass(self, limit_bytes: Numbers | None, max_labels: int | None, below_s: float) -> Found | None:
+        """The best plan that takes less than `below_s`, with so many labels at each boundary."""
         end, num = len(self.units.runs), len(self.pieces.devices)
+        by_memory, least = limit_bytes is not None, self.least_s
         waiting = [Labels() for _ in range(end + 1)]
         nothing = np.zeros((1, 0), dtype=np.int64)
         kept = {0: Kept(nothing, np.zeros((1, 2)), np.zeros((1, 2, num)), ())}
         for start in range(end):
             if start:
-                kept[start] = _pruned(waiting[start], limit_bytes is not None)
-            for option in self.options(start) if len(kept[start].costs) else ():
+                kept[start] = _pruned(waiting[start], by_memory, max_labels, least[start], below_s)
+            for option in self.options[start] if len(kept[start].costs) else ():
                 self._extend(waiting[option.stop], kept[start], start, option, limit_bytes)
-        last = _pruned(waiting[end], limit_bytes is not None)
+        last = _pruned(waiting[end], by_memory, max_labels, 0.0, below_s)
         if not len(last.costs):
             return None
         closing = np.array([self._closing(row) for row in last.layouts])
@@ -113,6 +123,15 @@ class Search:
         index = int(seconds.argmin())
         kept[end] = last
         return Found(self._plan(kept, index), float(seconds[index]), last.memory[index].sum(axis=0))
+
+    @cached_property
+    def least_s(self) -> list[float]:
+        """From each unit to the end, seconds that no plan can do without: computing, nothing brought."""
+        least = [0.0] * (len(self.units.runs) + 1)
+        for start in reversed(range(len(self.units.runs))):
+            ways = (option.computing_s + least[option.stop] for option in self.options[start])
+            least[start] = min(ways, default=np.inf)
+        return least
 
     def estimate(self, plan: Plan) -> Found | None:
         """What a given plan costs by the same count; None where its segments end elsewhere or cannot be."""
@@ -158,7 +177,11 @@ class Search:
         labels.memory.append(np.stack([held[chosen], passing[chosen]], axis=1))
         labels.origins.append((start, chosen, option))
 
-    def options(self, start: int) -> list[Option]:
+    @cached_property
+    def options(self) -> list[list[Option]]:
+        return [self._options(start) for start in range(len(self.units.runs))]
+
+    def _options(self, start: int) -> list[Option]:
         """Segments from here on that no chain of shorter ones in the same layout beats in every way."""
         found: list[Option] = []
         for index, layout in enumerate(self.layouts):
@@ -174,8 +197,9 @@ class Search:
         return found
 
     def _stops(self, start: int, layout: Layout) -> range:
-        """Where a segment may end. Cut by batch or not at all, longer segments are sums of shorter ones."""
-        plain = all(cut.axis is Axis.BATCH for cut in layout.cuts)
+        """Where a segment may end. Cut by batch or not at all, longer segments are sums of shorter ones, but for
+        rows and columns that a stride leaves unread."""
+        plain = not self.thorough and all(cut.axis is Axis.BATCH for cut in layout.cuts)
         return range(start + 1, min(start + (1 if plain else self.max_fused), len(self.units.runs)) + 1)
 
     def piece(self, start: int, stop: int, layout: Layout) -> Piece | None:
@@ -281,32 +305,45 @@ def _places(chosen: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(int(index) for index in np.flatnonzero(chosen))
 
 
-def _pruned(labels: Labels, by_memory: bool) -> Kept:
-    """The labels that no other with the same layouts dominates; where there are too many, the fastest."""
-    if not labels.costs:
-        return Kept(np.zeros((0, 0), np.int64), np.zeros((0, 2)), np.zeros((0, 2, 0)), ())
-    layouts, costs = np.concatenate(labels.layouts), np.concatenate(labels.costs)
-    memory = np.concatenate(labels.memory)
-    origins = [(start, int(i), option) for start, chosen, option in labels.origins for i in chosen]
-    seconds = step_seconds(costs[:, 0], costs[:, 1])
+def _not_dominated(layouts: NDArray[np.int64], values: Numbers) -> list[int]:
+    """Rows, in their order, that no earlier row with the same layouts is as good as in every value."""
     fronts: dict[bytes, list[int]] = {}
     kept: list[int] = []
-    for index in np.argsort(seconds, kind="stable"):
+    for index, row in enumerate(values):
         front = fronts.setdefault(layouts[index].tobytes(), [])
-        if any(_dominates(costs, memory, other, index, by_memory) for other in front):
+        if front and (values[front] <= row).all(axis=1).any():
             continue
-        front.append(int(index))
-        kept.append(int(index))
-    if len(kept) > MAX_LABELS:
+        front.append(index)
+        kept.append(index)
+    return kept
+
+
+def _pruned(
+    labels: Labels,
+    by_memory: bool,
+    max_labels: int | None = None,
+    rest_s: float = 0.0,
+    below_s: float = np.inf,
+) -> Kept:
+    """The labels that no other with the same layouts dominates; where there are too many, the fastest.
+
+    Dropped as well: those that are no faster than `below_s` even if the rest takes only `rest_s`.
+    """
+    costs = np.concatenate(labels.costs or [np.zeros((0, 2))])
+    seconds = step_seconds(costs[:, 0] + rest_s, costs[:, 1])
+    order = np.argsort(seconds, kind="stable")
+    order = order[seconds[order] < below_s]
+    if not len(order):
+        return Kept(np.zeros((0, 0), np.int64), np.zeros((0, 2)), np.zeros((0, 2, 0)), ())
+    layouts, costs = np.concatenate(labels.layouts)[order], costs[order]
+    memory = np.concatenate(labels.memory)[order]
+    values = np.hstack([costs, memory.reshape(len(costs), -1)]) if by_memory else costs
+    kept = _not_dominated(layouts, values)
+    if max_labels is not None and len(kept) > max_labels:
         if by_memory:  # half of them for their speed, half for their size
             size = memory.sum(axis=1).max(axis=1)
-            small = sorted(kept, key=lambda index: float(size[index]))[: MAX_LABELS // 2]
-            kept = list(dict.fromkeys(kept[: MAX_LABELS // 2] + small))
-        kept = kept[:MAX_LABELS]
-    return Kept(layouts[kept], costs[kept], memory[kept], tuple(origins[index] for index in kept))
-
-
-def _dominates(costs: Numbers, memory: Numbers, one: int, two: int, by_memory: bool) -> bool:
-    if costs[one, 0] > costs[two, 0] or costs[one, 1] > costs[two, 1]:
-        return False
-    return not by_memory or bool(np.all(memory[one] <= memory[two]))
+            small = sorted(kept, key=lambda index: float(size[index]))[: max_labels // 2]
+            kept = list(dict.fromkeys(kept[: max_labels // 2] + small))
+        kept = kept[:max_labels]
+    origins = [(start, int(i), option) for start, chosen, option in labels.origins for i in chosen]
+    return Kept(layouts[kept], costs[kept], memory[kept], tuple(origins[order[index]] for index in kept))
