@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from manyhands import api
 from manyhands.errors import RequestError
-from manyhands.ir.cluster import Cluster, Device
+from manyhands.ir.cluster import Cluster
 from manyhands.ir.report import Advice, Alternative, Help, PlanFacts
 from manyhands.planning.deciding import Decision, Option, Refused
 from manyhands.planning.lowering import Lowered
@@ -84,14 +84,10 @@ def _faster_network(cluster: Cluster) -> Cluster:
 def with_more(cluster: Cluster, count: int) -> Cluster:
     """So many more devices like the last one."""
     last = cluster.devices[-1]
-    more = tuple(Device(f"{last.name}+{i + 1}", None, *_abilities(last)) for i in range(count))
+    more = tuple(replace(last, name=f"{last.name}+{i + 1}", address=None) for i in range(count))
     profile = cluster.profile(last.name)
     copies = () if profile is None else tuple(replace(profile, device=device.name) for device in more)
     return replace(cluster, devices=cluster.devices + more, profiles=cluster.profiles + copies)
-
-
-def _abilities(device: Device) -> tuple[int | None, float, float, float]:
-    return device.memory_bytes, device.flops_per_s, device.memory_bytes_per_s, device.launch_s
 
 
 def refusal(request: Request, decision: Decision) -> RequestError:

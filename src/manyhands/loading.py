@@ -18,6 +18,7 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device, Link, cores_here, local_cluster
 from manyhands.ir.codec import decode
 from manyhands.ir.plan import Plan
+from manyhands.ir.profile import BARE_BYTES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -143,6 +144,7 @@ class DeviceTable(_Strict):
     gflops: float = Field(default=4.0, gt=0)
     memory_bandwidth: str = "2GB/s"
     launch: str = "50us"
+    bare: str = f"{BARE_BYTES // 10**6}MB"
 
     @property
     def as_device(self) -> Device:
@@ -153,6 +155,7 @@ class DeviceTable(_Strict):
             self.gflops * 1e9,
             _above_zero("memory_bandwidth", self.memory_bandwidth, parse_byte_rate(self.memory_bandwidth)),
             parse_seconds(self.launch),
+            parse_bytes(self.bare),
         )
 
 

@@ -110,6 +110,7 @@ def take_part(job: SurveyJob, place: Place, transport: Transport) -> None:
     from manyhands.profiling.device import measure_device
     from manyhands.profiling.links import EVERY_PAIR_UP_TO, Circle, measure_links
 
+    _make_ready()
     circle, names = Circle(place.device, place.devices, transport), place.devices
     facts: DeviceFacts | None = None
     for start in range(0, len(names), job.at_once):
@@ -123,3 +124,14 @@ def take_part(job: SurveyJob, place: Place, transport: Transport) -> None:
     every = len(names) <= EVERY_PAIR_UP_TO
     found = Survey(tuple(decode(DeviceFacts, device) for device in devices), links, together, every)
     say("survey", survey=encode(found))
+
+
+def _make_ready() -> None:
+    """Do what training does before it holds weights: tracing a model loads a part of torch for good."""
+    import torch
+
+    from manyhands.tracing.graphs import trace
+
+    with torch.device("meta"):
+        layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    trace(layers, (torch.empty(1, 3, 8, 8, device="meta"),))

@@ -91,6 +91,7 @@ def survey_text(text: str, survey: Survey) -> str:
         _set(table, "gflops", float(_digits(facts.convolution_flops_per_s / 1e9)))
         _set(table, "memory_bandwidth", byte_rate_text(facts.memory_bytes_per_s))
         _set(table, "launch", seconds_text(facts.launch_s))
+        _set(table, "bare", byte_text(facts.bare_bytes + 999_999))
         if "memory" not in table:
             _set(table, "memory", byte_text(facts.usable_bytes))
     if survey.links:

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.ir.cluster import Cluster, Device
-from manyhands.ir.geometry import Tile
+from manyhands.ir.codec import graph_digest
+from manyhands.ir.geometry import Axis, Cut, Layout, Tile
 from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan, Segment
 from manyhands.ir.profile import Factor, Line, Profile, Timing, kind_of
 from manyhands.planning.costs import Costs
-from manyhands.planning.lowering import Lowered
+from manyhands.planning.lowering import Lowered, lower
 from manyhands.planning.simulation import Event, simulate
 from tests.planning.plans import lowered, small_net, two_convs
 
@@ -70,6 +72,18 @@ def test_messages_of_a_shared_medium_go_one_after_another() -> None:
             next(e for e in timeline.events if e.device == d and e.stop_s >= e.start_s + 1 > 2) for d in "ab"
         ]
         assert sorted(event.start_s for event in second) == pytest.approx(starts)
+
+
+def test_messages_of_several_to_one_come_in_no_faster_than_one_by_one() -> None:
+    """Three devices send 96 bytes to the first after a layer of one second: 0.96 s alone, 2.88 s together."""
+    graph = two_convs()
+    rows = Layout(tuple("abcd"), (Cut(Axis.ROWS, 4),), (1, 1, 1, 1))
+    segments = Segment(("one",), rows), Segment(("two",), Layout(("a",), (), (1,)))
+    found = lower(graph, Plan(graph_digest(graph), 1, tuple("abcd"), segments))
+    own = timed(graph, "abcd", local("abcd", 100.0), 1.0, 1.0)
+    for cluster, begins in ((own, 3.88), (replace(own, cores=4), 1.96)):  # on one machine, cores are shared
+        events = [e for e in simulate(found, cluster).events if e.device == "a" and e.stop_s - e.start_s == 1]
+        assert events[1].start_s == pytest.approx(begins)
 
 
 def test_no_step_of_a_device_overlaps_another_of_its_own() -> None:

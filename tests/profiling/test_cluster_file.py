@@ -49,6 +49,7 @@ address = "10.0.0.1"
 gflops = 4.23            # guessed
 memory_bandwidth = "1.53GB/s"
 launch = "41.3us"
+bare = "201MB"
 memory = "812MB"
 
 # its memory is shared with the camera
@@ -59,6 +60,7 @@ memory = "500MB"      # a limit of mine
 gflops = 4.23
 memory_bandwidth = "1.53GB/s"
 launch = "41.3us"
+bare = "201MB"
 
 [network]
 latency = "0.25ms"       # ping
@@ -79,7 +81,7 @@ def facts(name: str) -> DeviceFacts:
         product_flops_per_s=8e9,
         memory_bytes_per_s=1.5349e9,
         launch_s=41.3e-6,
-        bare_bytes=200_000_000,
+        bare_bytes=200_000_001,
         usable_bytes=812_999_999,
         usable_by="free memory",
     )
@@ -107,6 +109,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert first.flops_per_s == pytest.approx(4.234e9, rel=5e-3)
     assert first.memory_bytes_per_s == pytest.approx(1.5349e9, rel=5e-3)
     assert first.launch_s == pytest.approx(41.3e-6, rel=5e-3)
+    assert first.bare_bytes == 201_000_000, "rounded up: it is memory that is needed"
     assert (first.memory_bytes, second.memory_bytes) == (812_000_000, 500_000_000)
     assert not cluster.links and cluster.port == 4321 and cluster.cores is None
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.ir.profile import Profile
+from manyhands.ir.profile import BARE_BYTES, Profile
 
 FIRST_PORT, NUM_PORTS = 20_000, 40_000  # where a meeting's port is looked for: 20000 to 59999
 
@@ -23,6 +23,7 @@ class Device:
     flops_per_s: float = 4e9
     memory_bytes_per_s: float = 2e9
     launch_s: float = 50e-6  # to start one layer, however small
+    bare_bytes: int = BARE_BYTES  # of a process that is ready to train and holds no weights yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class DeviceFacts:
     product_flops_per_s: float  # of matrices, forward and backward
     memory_bytes_per_s: float  # read and written by a copy larger than the caches
     launch_s: float
-    bare_bytes: int  # of a process that has torch and nothing else
+    bare_bytes: int  # of a process that is ready to train and holds no weights yet
     usable_bytes: int  # for one training process, the bare process included
     usable_by: str  # what sets that limit: "free memory", "cgroup", "address space"
     frequency_hz: float | None = None
@@ -70,6 +70,7 @@ class Survey:
                     product_flops_per_s=median(d.product_flops_per_s for d in devices),
                     memory_bytes_per_s=median(d.memory_bytes_per_s for d in devices),
                     launch_s=median(d.launch_s for d in devices),
+                    bare_bytes=max(d.bare_bytes for d in devices),
                     usable_bytes=min(d.usable_bytes for d in devices),
                 )
                 for facts in devices

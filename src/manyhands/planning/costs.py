@@ -8,7 +8,7 @@ from math import prod
 from manyhands.ir.cluster import Cluster, Link
 from manyhands.ir.geometry import Shape, Tile
 from manyhands.ir.graph import ITEM_BYTES, Convolve, Deconvolve, Graph, Layer, Linear, Pool, Rearrange, Whole
-from manyhands.ir.profile import AXES, BARE_BYTES, CARRY, POST, Factor, Line, Timing, fractions, kind_of
+from manyhands.ir.profile import AXES, CARRY, POST, Factor, Line, Timing, fractions, kind_of
 
 BACKWARD = 2.0  # backward over forward, where nothing was measured: gradients of inputs and of weights
 STEP_S = 20e-6  # to begin any other step, where nothing was measured
@@ -121,7 +121,7 @@ class Costs:
     def bare_bytes(self, device: str) -> int:
         """Memory of a process that is ready to train and holds no weights yet."""
         profile = self.cluster.profile(device)
-        return BARE_BYTES if profile is None else profile.bare_bytes
+        return self.devices[device].bare_bytes if profile is None else profile.bare_bytes
 
     def link(self, source: str, target: str) -> Link:
         if (source, target) not in self.links:

@@ -197,8 +197,10 @@ class Search:
         return found
 
     def _stops(self, start: int, layout: Layout) -> range:
-        """Where a segment may end. Cut by batch or not at all, longer segments are sums of shorter ones, but for
-        rows and columns that a stride leaves unread."""
+        """Where a segment may end.
+
+        Cut by batch or not at all, longer ones are sums of shorter ones but for what a stride leaves unread.
+        """
         plain = not self.thorough and all(cut.axis is Axis.BATCH for cut in layout.cuts)
         return range(start + 1, min(start + (1 if plain else self.max_fused), len(self.units.runs)) + 1)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.plan import Cost, Kept
 from manyhands.ir.program import (
@@ -58,9 +60,10 @@ def simulate(
 ) -> Timeline:
     """The timeline of one training step, and unless `memory` is not asked for, the peak of each device.
 
-    A device computes and sends at once; its messages leave one by one. Where devices share a medium, so do
-    all messages. Where they share the cores of one machine, whatever computes or carries messages at a time
-    gets an equal part of them, so the timeline is stretched by as much as cores are short.
+    A device computes and sends at once; its messages leave one by one, and come in no faster than one by one.
+    Where devices share a medium, so do all messages. Where they share the cores of one machine, whatever
+    computes or carries messages at a time gets an equal part of them, so the timeline is stretched by as much
+    as cores are short.
     """
     costs, medium = Costs(cluster), _Medium(cluster.shared_bytes_per_s)
     owned = owned_bytes(lowered.graph, lowered.holders, lowered.buckets)
@@ -88,7 +91,7 @@ def _run(devices: list[_Clock], in_order: bool) -> None:
 
     In order: the device that is furthest behind goes next, from one message to the next.
     """
-    arrivals: dict[int, float] = {}
+    arrivals: dict[int, Interval] = {}
     waiting: dict[int, int] = {}  # tag -> position of the device
     ready = [(0.0, position) for position in range(len(devices))]
     heapify(ready)
@@ -105,7 +108,7 @@ def _run(devices: list[_Clock], in_order: bool) -> None:
         for tag in launched:
             if tag in waiting:
                 woken = waiting.pop(tag)
-                heappush(ready, (max(devices[woken].now, arrivals[tag]), woken))
+                heappush(ready, (max(devices[woken].now, arrivals[tag][1]), woken))
     if unfinished := [device for device in devices if device.position < len(device.steps)]:
         raise Deadlock("; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished))
 
@@ -129,6 +132,31 @@ class _Medium:
         return begin, seconds
 
 
+class _Port:
+    """Where messages come in at a device that has a link of its own: together they take no less than in turn.
+
+    For each moment at which a message began to come: when all that began since would be through.
+    """
+
+    def __init__(self) -> None:
+        self.num, self.began, self.through = 0, np.empty(64), np.empty(64)
+
+    def take(self, came: Interval) -> float:
+        """When this message and all that were taken before it are through."""
+        began, seconds = came[0], came[1] - came[0]
+        if self.num == len(self.began):
+            self.began, self.through = (np.resize(a, 2 * self.num) for a in (self.began, self.through))
+        num = self.num
+        place = int(self.began[:num].searchsorted(began, side="right"))
+        since = self.through[place] - self.began[place] if place < num else 0.0
+        for values, value in ((self.began, began), (self.through, began + since)):
+            values[place + 1 : num + 1] = values[place:num].copy()
+            values[place] = value
+        self.through[: place + 1] += seconds
+        self.num += 1
+        return float(self.through[: self.num].max())
+
+
 class _Clock:
     """One device's time."""
 
@@ -138,13 +166,14 @@ class _Clock:
         self.now = costs.begin(self.name)
         self.began_s = 0.0
         self.link_free_s = 0.0
+        self.port = _Port() if costs.cluster.cores is None else None
         self.sending: deque[tuple[float, int]] = deque()  # when each leaves, and its bytes
         self.sending_bytes = 0
         self.events: list[Interval] = []
         self.busy: list[Interval] = []  # from the end of one wait to the beginning of the next
         self.carried: list[Interval] = []  # when messages of this device kept a core busy
 
-    def advance(self, arrivals: dict[int, float], in_order: bool) -> list[int]:
+    def advance(self, arrivals: dict[int, Interval], in_order: bool) -> list[int]:
         """Go on until a message is missing (or, in order, until one was sent); the tags of what was sent."""
         launched: list[int] = []
         steps, seconds = self.steps, self.seconds
@@ -154,7 +183,7 @@ class _Clock:
                 arrival = arrivals.get(step.message.tag)
                 if arrival is None:
                     break
-                self._wait(arrival)
+                self._wait(arrival[1] if self.port is None else max(arrival[1], self.port.take(arrival)))
             start = self.now
             self.now = start + seconds[self.position]
             if isinstance(step, Send):
@@ -174,12 +203,13 @@ class _Clock:
             self.busy.append((self.began_s, self.now))
             self.now = self.began_s = until_s
 
-    def _launch(self, message: Message) -> float:
-        """Hand a message over; when it arrives. Too much on its way out holds the device up."""
+    def _launch(self, message: Message) -> Interval:
+        """Hand a message over; from when to when it comes in. Too much on its way out holds the device up."""
         link = self.costs.link(message.source, message.target)
         handed = self.now - self.costs.post(self.name, message.num_bytes)
         begin, shared_s = self.medium.begin(max(handed, self.link_free_s), message.num_bytes)
-        leaves = begin + max(message.num_bytes / link.bytes_per_s, shared_s)
+        num_seconds = message.num_bytes / link.bytes_per_s
+        leaves = begin + max(num_seconds, shared_s)
         self.carried.append((max(begin, leaves - self.costs.carry(self.name, message.num_bytes)), leaves))
         self.link_free_s = leaves
         self.sending.append((leaves, message.num_bytes))
@@ -188,7 +218,7 @@ class _Clock:
             oldest, num_bytes = self.sending.popleft()
             self.sending_bytes -= num_bytes
             self._wait(oldest)
-        return leaves + link.latency_s
+        return leaves - num_seconds + link.latency_s, leaves + link.latency_s
 
 
 def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) -> list[float]:
