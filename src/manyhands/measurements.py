@@ -33,23 +33,11 @@ MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
 
 
 @dataclass(frozen=True)
-class RehearseJob:
-    """Plans of which each process rehearses one device; thrifty: freed memory goes back at once."""
+class PlansJob:
+    """Plans to be rehearsed or compared on random data; thrifty: freed memory goes back at once."""
 
     model: str
     inputs: tuple[tuple[int, ...], ...]  # without the batch
-    plans: tuple[Plan, ...]
-    rounds: int
-    seed: int
-    thrifty: bool = False
-
-
-@dataclass(frozen=True)
-class CompareJob:
-    """Plans to be stepped in turn by the same processes, on random data."""
-
-    model: str
-    inputs: tuple[tuple[int, ...], ...]
     plans: tuple[Plan, ...]
     rounds: int
     seed: int
@@ -62,7 +50,7 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
     With one thread, the clock is that of the thread: it stands still while others are waited for, and is not
     disturbed by what else the machine does. So a plan for just these devices is run among them, for real.
     """
-    given, gloo = decode(RehearseJob, job), connect(place)
+    given, gloo = decode(PlansJob, job), connect(place)
     _be_thrifty(given.thrifty)
     example = examples(given.inputs, given.plans[0].batch, torch.float32)
     traced = trace(load_model(given.model, seed=given.seed), example)
@@ -89,7 +77,7 @@ def _be_thrifty(thrifty: bool) -> None:
 
 
 def _rehearsal(
-    traced: Traced, plan: Plan, device: str, transport: Gloo | Silence, given: RehearseJob
+    traced: Traced, plan: Plan, device: str, transport: Gloo | Silence, given: PlansJob
 ) -> Rehearsal:
     lowered = lower(traced.graph, plan)
     territory, program = lowered.territory(device), lowered.program(device)
@@ -111,7 +99,7 @@ def _random_batch(worker: Worker, seed: int) -> Batch:
     return Batch(tuple(torch.randn(tile.shape, generator=generator) for tile in tiles), mean_square, 0, tiles)
 
 
-def _rounds(worker: Rehearsal, given: RehearseJob) -> tuple[list[Round], list[float]]:
+def _rounds(worker: Rehearsal, given: PlansJob) -> tuple[list[Round], list[float]]:
     """The rounds, and how long each was by the clock on the wall."""
     batch, rounds, seconds = _random_batch(worker, given.seed), [], []
     for _ in range(given.rounds + 1):
@@ -128,7 +116,7 @@ def compare(job: dict[str, Any], place: Place) -> None:
     Each round has two steps of every plan, which all devices begin at once. The second counts: the first
     finds the caches and the heap as another plan left them, which no training does.
     """
-    given = decode(CompareJob, job)
+    given = decode(PlansJob, job)
     _be_thrifty(given.thrifty)
     example = examples(given.inputs, given.plans[0].batch, torch.float32)
     traced, transport = trace(load_model(given.model, seed=given.seed), example), connect(place)

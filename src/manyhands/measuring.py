@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,12 +23,12 @@ from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample
 from manyhands.loading import default_input, load_model, parse_inputs
-from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, RehearseJob
+from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, PlansJob
 from manyhands.planning.simulation import simulate
 from manyhands.profiling.fitting import fit_lines, fit_timings
 from manyhands.reporting.profiles import profile_view
 from manyhands.runtime.ranks import Event, launch
-from manyhands.tasks import examples
+from manyhands.tasks import MeasureJob, examples
 
 CUTS = ("batch", "rows", "channels")
 ROUNDS = 3
@@ -49,9 +50,7 @@ def profile_local(
     fresh: bool = False,
 ) -> Cluster:
     """That many local devices with what was measured of them on this model, before or, if `fresh`, now."""
-    with torch.device("meta"):
-        built = load_model(model)
-    graph = api.trace(built, *examples(inputs, batch, torch.float32)).graph
+    graph = graph_of(model, inputs, batch)
     path = _stored(graph, num_devices, threads, thrifty, memory_bytes)
     if not fresh and (found := _read(path)) is not None:
         return found
@@ -59,7 +58,7 @@ def profile_local(
     plans = tuple(plan for plan in _plans(graph, num_devices) if _fits(graph, plan, memory_bytes))
     if not plans:
         raise RequestError(f"no plan of {model} fits into {memory_bytes} bytes. Use more devices.")
-    job = RehearseJob(model, inputs, plans, ROUNDS, 0, thrifty)
+    job = PlansJob(model, inputs, plans, ROUNDS, 0, thrifty)
     said = launch("rehearse", encode(job), cluster.names, threads=threads)
     cluster, wire = _link(cluster, _of(said, "exchanged"))
     profile = _profile(said, graph.layers[0].shape[0], threads, thrifty, wire)
@@ -67,6 +66,19 @@ def profile_local(
     cluster = _calibrated(cluster, graph, plans, said)
     _write(path, cluster)
     return cluster
+
+
+def graph_of(model: str, inputs: Inputs, batch: int) -> Graph:
+    """Of a model by name, without its weights."""
+    with torch.device("meta"):
+        built = load_model(model)
+    return api.trace(built, *examples(inputs, batch, torch.float32)).graph
+
+
+def memory_of(job: MeasureJob, within: Mapping[str, Sequence[str]] | None = None) -> dict[str, Event]:
+    """What the process of each device said of its memory, after its steps."""
+    said = launch("measure", encode(job), job.plan.devices, within=within)
+    return {device: next(e for e in events if e["event"] == "memory") for device, events in said.items()}
 
 
 def _calibrated(

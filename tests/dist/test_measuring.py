@@ -13,7 +13,7 @@ from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.graph import Convolve
 from manyhands.ir.profile import kind_of
 from manyhands.loading import load_model
-from manyhands.measurements import CompareJob
+from manyhands.measurements import PlansJob
 from manyhands.planning.costs import Costs
 from manyhands.runtime.ranks import launch
 
@@ -87,7 +87,7 @@ def test_plans_stepped_in_turn_are_computed_as_long_as_foreseen(
 ) -> None:
     """Only coarsely, as this runs beside other tests; `manyhands bench forecast` is the measurement."""
     plans = tuple(api.plan(graph, cluster, strategy) for strategy in ("batch", "rows"))
-    said = launch("compare", encode(CompareJob(MODEL, (SHAPE,), plans, 4, 0)), cluster.names)
+    said = launch("compare", encode(PlansJob(MODEL, (SHAPE,), plans, 4, 0)), cluster.names)
     for number, plan in enumerate(plans):
         events = api.simulate(api.lower(graph, plan), cluster).events
         for name in cluster.names:

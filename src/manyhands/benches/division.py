@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from manyhands import api
-from manyhands.ir.codec import encode
-from manyhands.loading import load_model
-from manyhands.runtime.ranks import launch
+from manyhands.measuring import graph_of, memory_of
 from manyhands.tasks import MeasureJob
 
 Facts = dict[str, Any]
@@ -70,12 +67,8 @@ def _facts(
     name: str, shape: tuple[int, ...], batch: int, strategy: str, devices: int, thrifty: bool = False
 ) -> list[Facts]:
     """What every process said of its memory after four steps."""
-    with torch.device("meta"):
-        model = load_model(name)
-    graph = api.trace(model, torch.empty(batch, *shape, device="meta")).graph
-    plan = api.plan(graph, devices, strategy)
-    said = launch("measure", encode(MeasureJob(name, (shape,), plan, 4, 0, thrifty)), plan.devices)
-    return [next(e for e in events if e["event"] == "memory") for events in said.values()]
+    plan = api.plan(graph_of(name, (shape,), batch), devices, strategy)
+    return list(memory_of(MeasureJob(name, (shape,), plan, 4, 0, thrifty)).values())
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:

@@ -7,15 +7,12 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from manyhands import api
-from manyhands.ir.codec import encode
-from manyhands.loading import load_model
+from manyhands.measuring import graph_of, memory_of
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.memory import peaks
-from manyhands.runtime.ranks import launch
 from manyhands.tasks import MeasureJob
 
 MEDIAN, WORST, WORST_UNDER = 0.05, 0.10, 0.05
@@ -112,20 +109,13 @@ def _bare_bytes() -> int:
 
 
 def _lower(case: Case) -> Lowered:
-    with torch.device("meta"):
-        model = load_model(case.model)
-    graph = api.trace(model, torch.empty(case.batch, *case.shape, device="meta")).graph
+    graph = graph_of(case.model, (case.shape,), case.batch)
     return api.lower(graph, api.plan(graph, case.devices, case.strategy))
 
 
 def _measure(case: Case, lowered: Lowered) -> dict[str, dict[str, Any]]:
     """What every process said of its memory after a few steps."""
-    job = MeasureJob(case.model, (case.shape,), lowered.plan, STEPS, 0, case.thrifty)
-    said = launch("measure", encode(job), lowered.plan.devices)
-    return {
-        device: next(event for event in events if event["event"] == "memory")
-        for device, events in said.items()
-    }
+    return memory_of(MeasureJob(case.model, (case.shape,), lowered.plan, STEPS, 0, case.thrifty))
 
 
 def summarise(rows: tuple[Row, ...]) -> Summary:

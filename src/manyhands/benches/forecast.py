@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from rich.console import Group
 from rich.table import Table
 
@@ -20,12 +19,11 @@ from manyhands.ir.cluster import Cluster, cores_here
 from manyhands.ir.codec import encode
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Cost, Plan
-from manyhands.loading import load_model
-from manyhands.measurements import CompareJob
-from manyhands.measuring import profile_local
+from manyhands.measurements import PlansJob
+from manyhands.measuring import graph_of, memory_of, profile_local
 from manyhands.planning.strategies import NAMES
 from manyhands.runtime.ranks import launch
-from manyhands.tasks import MeasureJob, examples
+from manyhands.tasks import MeasureJob
 
 MODELS = (
     ("resnet18", (3, 128, 128), 6),
@@ -120,11 +118,11 @@ def run(
         for count in counts:
             progress(f"{model} on {count} devices: profiling")
             cluster = profile_local(model, (shape,), batch, count, fresh=True)
-            graph = _graph(model, shape, batch)
+            graph = graph_of(model, (shape,), batch)
             plans = _plans(graph, cluster, ("auto", *NAMES) if regret else JUDGED)
             progress(f"{model} on {count} devices: stepping {len(plans)} plans in turn")
             different = tuple(dict.fromkeys(plans.values()))  # a plan that is chosen may be a named one
-            times = _times(CompareJob(model, (shape,), different, rounds, 0), cluster)
+            times = _times(PlansJob(model, (shape,), different, rounds, 0), cluster)
             for strategy, plan in plans.items():
                 seconds = times[different.index(plan)]
                 quartiles = statistics.quantiles(seconds, n=4) if seconds[1:] else seconds * 3
@@ -132,7 +130,8 @@ def run(
                 spread, peaks = (quartiles[2] - quartiles[0]) / 2, tuple[int, ...]()
                 if memory and strategy in JUDGED:
                     progress(f"{model} on {count} devices: memory of {strategy}")
-                    peaks = _peaks(MeasureJob(model, (shape,), plan, 4, 0, True))
+                    facts = memory_of(MeasureJob(model, (shape,), plan, 4, 0, True))
+                    peaks = tuple(facts[device]["peak_bytes"] for device in plan.devices)
                 measured = statistics.median(seconds)
                 rows.append(Row(model, count, strategy, foreseen, measured, spread, peaks))
     return Result(tuple(rows))
@@ -141,12 +140,6 @@ def run(
 def _limited(cluster: Cluster) -> Cluster:
     """With plenty of memory, but limited: such devices give freed memory back at once."""
     return replace(cluster, devices=tuple(replace(d, memory_bytes=PLENTY) for d in cluster.devices))
-
-
-def _graph(model: str, shape: tuple[int, ...], batch: int) -> Graph:
-    with torch.device("meta"):
-        built = load_model(model)
-    return api.trace(built, *examples((shape,), batch, torch.float32)).graph
 
 
 def _plans(graph: Graph, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, Plan]:
@@ -160,7 +153,7 @@ def _plans(graph: Graph, cluster: Cluster, strategies: tuple[str, ...]) -> dict[
     return plans
 
 
-def _times(job: CompareJob, cluster: Cluster) -> list[list[float]]:
+def _times(job: PlansJob, cluster: Cluster) -> list[list[float]]:
     """For every plan the seconds of its rounds, each those of the slowest device."""
     said = launch("compare", encode(job), cluster.names)
     times = []
@@ -171,15 +164,6 @@ def _times(job: CompareJob, cluster: Cluster) -> list[list[float]]:
         ]
         times.append([max(seconds) for seconds in zip(*by_device, strict=True)][1:])
     return times
-
-
-def _peaks(job: MeasureJob) -> tuple[int, ...]:
-    """Of each device, from processes that do nothing else."""
-    said = launch("measure", encode(job), job.plan.devices)
-    return tuple(
-        next(event["peak_bytes"] for event in events if event["event"] == "memory")
-        for events in said.values()
-    )
 
 
 def to_json(result: Result) -> dict[str, Any]:

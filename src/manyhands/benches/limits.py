@@ -9,19 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from manyhands import api
 from manyhands.emulation.cgroups import limited, why_not
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, Device
-from manyhands.ir.codec import encode
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
-from manyhands.loading import load_model
+from manyhands.measuring import graph_of, memory_of
 from manyhands.reporting.text import amount
-from manyhands.runtime.ranks import launch
 from manyhands.tasks import MeasureJob
 
 MODELS = (
@@ -69,9 +66,7 @@ def _case(random: Random) -> Row:
     """A random model, batch and cluster; a limit around what the best plan without one would need."""
     name, shape = random.choice(MODELS)
     batch, num_devices = random.choice((2, 4, 8)), random.choice((1, 2, 3))
-    with torch.device("meta"):
-        model = load_model(name)
-    graph = api.trace(model, torch.empty(batch, *shape, device="meta")).graph
+    graph = graph_of(name, (shape,), batch)
     devices = tuple(
         Device(f"device-{i}", memory_bytes=PLENTY, flops_per_s=random.choice((1e9, 2e9, 4e9)))
         for i in range(num_devices)
@@ -101,16 +96,14 @@ def _judge(case: str, name: str, shape: tuple[int, ...], graph: Graph, cluster: 
 
 def _peaks(name: str, shape: tuple[int, ...], plan: Plan, limit: int | None) -> tuple[int, ...]:
     """Peak of each process; where there is a limit, every one is in a group of its own that keeps it."""
-    job = encode(MeasureJob(name, (shape,), plan, STEPS, 0, True))
     with ExitStack() as groups:
         within = {}
         if limit is not None:
             for device in plan.devices:
                 group = limited(f"manyhands-{os.getpid()}-{device}", limit)
                 within[device] = groups.enter_context(group)
-        said = launch("measure", job, plan.devices, within=within)
-    facts = [next(e for e in said[device] if e["event"] == "memory") for device in plan.devices]
-    return tuple(each["peak_bytes"] for each in facts)
+        facts = memory_of(MeasureJob(name, (shape,), plan, STEPS, 0, True), within)
+    return tuple(facts[device]["peak_bytes"] for device in plan.devices)
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:

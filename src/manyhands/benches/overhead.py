@@ -16,6 +16,7 @@ from manyhands import api
 from manyhands.ir.codec import encode
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
+from manyhands.measuring import graph_of
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.ranks import launch
 from manyhands.runtime.transport import Loopback, Mailroom
@@ -103,9 +104,7 @@ def _memory(name: str, shape: tuple[int, ...], batch: int) -> tuple[float, int]:
 
 
 def _single_plan(name: str, shape: tuple[int, ...], batch: int) -> Plan:
-    with torch.device("meta"):
-        model = load_model(name)
-    return api.plan(api.trace(model, torch.empty(batch, *shape, device="meta")).graph, 1, "single")
+    return api.plan(graph_of(name, (shape,), batch), 1, "single")
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from manyhands import api
 from manyhands.ir.cluster import Cluster, Device
-from manyhands.loading import load_model
+from manyhands.measuring import graph_of
 
 MODEL, SHAPE, BATCH = "resnet152", (3, 224, 224), 32
 LIMITS_S = {16: 10.0, 100: 60.0}  # by the number of devices
@@ -35,9 +34,7 @@ class Row:
 
 
 def run(tell: Callable[[str], None]) -> tuple[Row, ...]:
-    with torch.device("meta"):
-        model = load_model(MODEL)
-    graph = api.trace(model, torch.empty(BATCH, *SHAPE, device="meta")).graph
+    graph = graph_of(MODEL, (SHAPE,), BATCH)
     rows = []
     for count, limit_s in LIMITS_S.items():
         tell(f"{MODEL} for {count} devices")
