@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -42,6 +43,7 @@ Memory = Annotated[str | None, typer.Option("--memory", help="Limit of each devi
 
 def main() -> None:
     """Run a command; a mistake is one line and an exit code, never a traceback."""
+    signal.signal(signal.SIGTERM, lambda number, frame: _fail("stopped", 128 + number))  # tidying up first
     try:
         sys.exit(app(standalone_mode=False))  # what a command's typer.Exit says, or nothing
     except ManyhandsError as error:

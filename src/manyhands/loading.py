@@ -155,7 +155,7 @@ class DeviceTable(_Strict):
             self.gflops * 1e9,
             _above_zero("memory_bandwidth", self.memory_bandwidth, parse_byte_rate(self.memory_bandwidth)),
             parse_seconds(self.launch),
-            parse_bytes(self.bare),
+            int(_above_zero("bare", self.bare, parse_bytes(self.bare))),
         )
 
 

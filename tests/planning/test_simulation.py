@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ir.cluster import Cluster, Device
+from manyhands.ir.cluster import Cluster, Device, Link
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Axis, Cut, Layout, Tile
 from manyhands.ir.graph import Graph
@@ -16,7 +17,7 @@ from manyhands.ir.plan import Plan, Segment
 from manyhands.ir.profile import Factor, Line, Profile, Timing, kind_of
 from manyhands.planning.costs import Costs
 from manyhands.planning.lowering import Lowered, lower
-from manyhands.planning.simulation import Event, simulate
+from manyhands.planning.simulation import Event, _Port, simulate
 from tests.planning.plans import lowered, small_net, two_convs
 
 
@@ -84,6 +85,10 @@ def test_messages_of_several_to_one_come_in_no_faster_than_one_by_one() -> None:
     for cluster, begins in ((own, 3.88), (replace(own, cores=4), 1.96)):  # on one machine, cores are shared
         events = [e for e in simulate(found, cluster).events if e.device == "a" and e.stop_s - e.start_s == 1]
         assert events[1].start_s == pytest.approx(begins)
+    slow = tuple(Link(source, "a", 10.0, 0.0) for source in "bcd")
+    wide = replace(own, bytes_per_s=1e4, links=slow[:2])  # d is fast, so a's own link is
+    events = [e for e in simulate(found, wide).events if e.device == "a" and e.stop_s - e.start_s == 1]
+    assert events[1].start_s == pytest.approx(1 + 9.6)
 
 
 def test_no_step_of_a_device_overlaps_another_of_its_own() -> None:
@@ -171,3 +176,14 @@ def test_a_step_is_found_by_its_full_name_and_else_by_its_verb() -> None:
     known = costs(lines=(Line("send", 1.0, 0.5), Line("send value", 2.0, 0.0)))
     assert known.step("a", "send value", 10) == 2.0
     assert known.step("a", "send sums", 10) == 6.0
+
+
+def test_what_comes_in_is_through_as_by_definition() -> None:
+    """For any order of taking: the latest of t plus all that began since t."""
+    random = Random(1)
+    for _ in range(20):
+        port, taken = _Port(), list[tuple[float, float]]()
+        for _ in range(random.choice((3, 70, 150))):
+            taken.append((random.choice((random.random(), 0.5)), random.random() / 10))
+            expected = max(t + sum(s for began, s in taken if began >= t) for t, _ in taken)
+            assert port.take(*taken[-1]) == pytest.approx(expected)

@@ -16,7 +16,6 @@ from manyhands.emulation.cgroups import limited, why_not
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.graph import Graph
-from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, memory_of
 from manyhands.reporting.text import amount
 from manyhands.tasks import MeasureJob
@@ -30,6 +29,7 @@ MODELS = (
 )
 STEPS = 3
 PLENTY = 10**12
+LOOSER = 1.15  # limits under which a plan is looked for that was perhaps refused needlessly
 ROOM = 1.08  # a plan is refused needlessly if as much more than it takes is there: 3 % stay free, 5 % may err
 
 
@@ -41,8 +41,8 @@ class Row:
     """
 
     case: str
-    limit_bytes: int
     plan: str  # its layouts
+    limit_bytes: tuple[int, ...]  # of each device of the plan
     foreseen_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
     verdict: str  # "refused", "held" or what went wrong
@@ -74,36 +74,48 @@ def _case(random: Random) -> Row:
     cluster = Cluster(devices, random.choice((1e7, 1e9)), 1e-4)
     free = api.choose(graph, cluster).best
     assert free is not None
-    limit = int(max(size for _, size in free.cost.peak_bytes) * random.uniform(0.75, 1.2))
-    limited_cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=limit) for d in devices))
+    peak = max(size for _, size in free.cost.peak_bytes)
+    limits = {device.name: int(peak * random.uniform(0.75, 1.2)) for device in devices}
     case = f"{name} {shape[1]}, batch {batch}, {num_devices} devices"
-    return _judge(case, name, shape, graph, limited_cluster, limit)
+    return _judge(case, name, shape, graph, cluster, limits)
 
 
-def _judge(case: str, name: str, shape: tuple[int, ...], graph: Graph, cluster: Cluster, limit: int) -> Row:
-    decision = api.choose(graph, cluster)
-    option = decision.best or decision.smallest
+def _judge(
+    case: str, name: str, shape: tuple[int, ...], graph: Graph, cluster: Cluster, limits: dict[str, int]
+) -> Row:
+    decision = api.choose(graph, _with_memory(cluster, limits, 1.0))
+    option = decision.best
+    if option is None:  # what would do if there were a little more
+        option = api.choose(graph, _with_memory(cluster, limits, LOOSER)).best or decision.smallest
     assert option is not None
     layouts = ", ".join(dict.fromkeys(str(segment.layout) for segment in option.plan.segments))
+    own = tuple(limits[device] for device in option.plan.devices)
     foreseen = tuple(size for _, size in option.cost.peak_bytes)
     try:
-        measured = _peaks(name, shape, option.plan, limit if decision.best else None)
+        measured = _peaks(
+            MeasureJob(name, (shape,), option.plan, STEPS, 0, True), own if decision.best else ()
+        )
     except RunError as error:
-        return Row(case, limit, layouts, foreseen, (), str(error))
-    verdict = "held" if decision.best else "refused" if ROOM * max(measured) > limit else "needlessly refused"
-    return Row(case, limit, layouts, foreseen, measured, verdict)
+        return Row(case, layouts, own, foreseen, (), str(error))
+    short = any(ROOM * size > limit for size, limit in zip(measured, own, strict=True))
+    verdict = "held" if decision.best else "refused" if short else "needlessly refused"
+    return Row(case, layouts, own, foreseen, measured, verdict)
 
 
-def _peaks(name: str, shape: tuple[int, ...], plan: Plan, limit: int | None) -> tuple[int, ...]:
-    """Peak of each process; where there is a limit, every one is in a group of its own that keeps it."""
+def _with_memory(cluster: Cluster, limits: dict[str, int], factor: float) -> Cluster:
+    devices = (replace(d, memory_bytes=int(factor * limits[d.name])) for d in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
+
+
+def _peaks(job: MeasureJob, limits: tuple[int, ...]) -> tuple[int, ...]:
+    """Peak of each process; where there are limits, every one is in a group of its own that keeps it."""
     with ExitStack() as groups:
-        within = {}
-        if limit is not None:
-            for device in plan.devices:
-                group = limited(f"manyhands-{os.getpid()}-{device}", limit)
-                within[device] = groups.enter_context(group)
-        facts = memory_of(MeasureJob(name, (shape,), plan, STEPS, 0, True), within)
-    return tuple(facts[device]["peak_bytes"] for device in plan.devices)
+        within = {
+            device: groups.enter_context(limited(f"manyhands-{os.getpid()}-{device}", limit))
+            for device, limit in zip(job.plan.devices, limits, strict=False)
+        }
+        facts = memory_of(job, within)
+    return tuple(facts[device]["peak_bytes"] for device in job.plan.devices)
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
@@ -112,13 +124,11 @@ def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
 
 def table(rows: tuple[Row, ...]) -> Table:
     table = Table(title="Memory limits that the kernel keeps")
-    for heading in ("case", "limit", "plan", "foreseen", "measured", "verdict"):
+    for heading in ("case", "plan", "limit", "foreseen", "measured", "verdict"):
         table.add_column(heading)
     for row in rows:
-        foreseen, measured = (
-            " ".join(amount(size) for size in sizes) for sizes in (row.foreseen_bytes, row.measured_bytes)
-        )
-        table.add_row(row.case, amount(row.limit_bytes), row.plan, foreseen, measured, row.verdict)
+        sizes = (row.limit_bytes, row.foreseen_bytes, row.measured_bytes)
+        table.add_row(row.case, row.plan, *(" ".join(map(amount, each)) for each in sizes), row.verdict)
     held = sum(row.verdict == "held" for row in rows)
     refused = sum(row.verdict == "refused" for row in rows)
     table.caption = f"{held} held, {refused} refused beforehand, {len(rows) - held - refused} failed"

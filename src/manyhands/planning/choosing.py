@@ -20,7 +20,7 @@ from manyhands.planning.search import Found, Search, step_seconds
 from manyhands.planning.units import units
 
 FEW_DEVICES = 4  # up to which every subset is looked at
-FEW_UNITS = 8  # up to which nothing is left out of a search on few devices
+FEW_UNITS = 6  # up to which nothing is left out of a search on few devices
 MAX_FUSED = 4  # units in a segment, where devices are few
 MAX_LAYOUTS = 7  # of one search, the most promising
 MAX_SEARCHES = 3  # subsets of devices that are searched, the most promising
@@ -76,7 +76,8 @@ class Chooser:
 
     def _likeness(self, name: str) -> object:
         index = self.cluster.names.index(name)
-        return self.pieces.device_form[index], self.cluster.device(name).memory_bytes
+        memory = self.cluster.device(name).memory_bytes, self.costs.bare_bytes(name)
+        return self.pieces.device_form[index], memory
 
     def layouts(self, devices: tuple[str, ...]) -> tuple[Layout, ...]:
         """Layouts on these devices, and devices alone; the most promising where there are many."""

@@ -48,6 +48,7 @@ class Costs:
         self.cluster = cluster
         self.devices = {device.name: device for device in cluster.devices}
         self.links: dict[tuple[str, str], Link] = {}
+        self.ports: dict[str, float] = {}
         self.curves: dict[str, dict[str, Curves]] = {}
         self.lines: dict[str, dict[str, Line]] = {}
         self.stretches: dict[str, float] = {}
@@ -122,6 +123,13 @@ class Costs:
         """Memory of a process that is ready to train and holds no weights yet."""
         profile = self.cluster.profile(device)
         return self.devices[device].bare_bytes if profile is None else profile.bare_bytes
+
+    def port_bytes_per_s(self, target: str) -> float:
+        """What comes in at a device at most: the rate of its fastest link."""
+        if target not in self.ports:
+            sources = [name for name in self.devices if name != target]
+            self.ports[target] = max(self.link(source, target).bytes_per_s for source in sources)
+        return self.ports[target]
 
     def link(self, source: str, target: str) -> Link:
         if (source, target) not in self.links:

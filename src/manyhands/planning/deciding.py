@@ -99,7 +99,7 @@ class _Decider:
             return None
         bare = [self.chooser.costs.bare_bytes(name) for name in self.cluster.names]
         pairs = zip(limits, bare, strict=True)
-        return np.array([np.inf if limit is None else limit - own for limit, own in pairs])
+        return np.array([np.inf if limit is None else max(limit - own, 0) for limit, own in pairs])
 
     def searched(self, layouts: tuple[Layout, ...]) -> list[Option]:
         """What a search finds; again under tighter limits while what it finds is too large after all."""
@@ -112,8 +112,10 @@ class _Decider:
             options.append(option)
             if option.fits or limits is None:
                 break
-            for device, needed, limit in option.over:
-                limits[self.cluster.names.index(device)] *= limit / (MARGIN * needed)
+            for device, needed, limit in option.over:  # by as much less as it is too large
+                index = self.cluster.names.index(device)
+                counted = min(limits[index], found.peak_bytes[index])
+                limits[index] = max(counted - (MARGIN * needed - limit), 0)
         return options
 
     def named(self, name: str) -> Option | Refused:

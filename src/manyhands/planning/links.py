@@ -18,6 +18,8 @@ class Rounds:
     def __init__(self, devices: tuple[str, ...], costs: Costs) -> None:
         links = [[costs.link(a, b) if a != b else None for b in devices] for a in devices]
         self.per_byte_s = np.array([[1 / k.bytes_per_s if k else 0.0 for k in row] for row in links])
+        alone = len(devices) == 1
+        self.port_per_byte_s = np.array([0.0 if alone else 1 / costs.port_bytes_per_s(d) for d in devices])
         self.latency_s = np.array([[k.latency_s if k else 0.0 for k in row] for row in links])
         self.cores, self.shared_bytes_per_s = costs.cluster.cores, costs.cluster.shared_bytes_per_s
         self.lines = {step: np.array([_line(costs, device, step) for device in devices]) for step in STEPS}
@@ -35,7 +37,8 @@ class Rounds:
         """
         some = num_bytes > 0
         travel = num_bytes * self.per_byte_s
-        moving = np.maximum(travel.sum(axis=-1).max(axis=-1), travel.sum(axis=-2).max(axis=-1))
+        coming = num_bytes.sum(axis=-2) * self.port_per_byte_s
+        moving = np.maximum(travel.sum(axis=-1).max(axis=-1), coming.max(axis=-1))
         if self.shared_bytes_per_s is not None:
             moving = np.maximum(moving, num_bytes.sum(axis=(-1, -2)) / self.shared_bytes_per_s)
         send, expect, receive = STEPS

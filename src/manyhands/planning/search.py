@@ -104,7 +104,7 @@ class Search:
         return min((f for f in (found, better) if f is not None), key=lambda f: f.seconds, default=None)
 
     def _pass(self, limit_bytes: Numbers | None, max_labels: int | None, below_s: float) -> Found | None:
-        """The best plan that takes less than `below_s`, with so many labels at each boundary."""
+        """The best plan, with so many labels at each boundary and none that must take `below_s` or longer."""
         end, num = len(self.units.runs), len(self.pieces.devices)
         by_memory, least = limit_bytes is not None, self.least_s
         waiting = [Labels() for _ in range(end + 1)]

@@ -133,7 +133,7 @@ class _Medium:
 
 
 class _Port:
-    """Where messages come in at a device that has a link of its own: together they take no less than in turn.
+    """Where messages come in at a device that has a link of its own, all together no faster than its rate.
 
     For each moment at which a message began to come: when all that began since would be through.
     """
@@ -141,9 +141,8 @@ class _Port:
     def __init__(self) -> None:
         self.num, self.began, self.through = 0, np.empty(64), np.empty(64)
 
-    def take(self, came: Interval) -> float:
-        """When this message and all that were taken before it are through."""
-        began, seconds = came[0], came[1] - came[0]
+    def take(self, began: float, seconds: float) -> float:
+        """When this message, which takes so long at the port's rate, and all taken before it are through."""
         if self.num == len(self.began):
             self.began, self.through = (np.resize(a, 2 * self.num) for a in (self.began, self.through))
         num = self.num
@@ -183,7 +182,7 @@ class _Clock:
                 arrival = arrivals.get(step.message.tag)
                 if arrival is None:
                     break
-                self._wait(arrival[1] if self.port is None else max(arrival[1], self.port.take(arrival)))
+                self._wait(self._through(step.message, *arrival))
             start = self.now
             self.now = start + seconds[self.position]
             if isinstance(step, Send):
@@ -197,6 +196,13 @@ class _Clock:
             self._wait(self.link_free_s)
             self.busy.append((self.began_s, self.now))
         return launched
+
+    def _through(self, message: Message, began_s: float, arrived_s: float) -> float:
+        """When a message is in, which alone would have been from the one time to the other."""
+        if self.port is None:
+            return arrived_s
+        seconds = message.num_bytes / self.costs.port_bytes_per_s(self.name)
+        return max(arrived_s, self.port.take(began_s, seconds))
 
     def _wait(self, until_s: float) -> None:
         if until_s > self.now:

@@ -1,0 +1,33 @@
+"""How a command ends that is told to stop."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, time
+from manyhands import cli
+
+def sleep(standalone_mode):
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("tidied up", flush=True)
+
+cli.app = sleep
+cli.main()
+"""
+
+
+def test_a_command_that_is_terminated_tidies_up_and_says_so_in_one_line() -> None:
+    """As control groups and processes must not be left behind."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == ("tidied up\n", "manyhands: stopped\n", 143)
