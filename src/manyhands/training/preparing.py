@@ -216,9 +216,10 @@ def _refuse_large(lowered: Lowered, cluster: Cluster, job: Job) -> None:
     for name, size in api.simulate(lowered, cluster, kept=_kept(job)).cost.peak_bytes:
         limit = cluster.device(name).memory_bytes
         if limit is not None and size > limit:
+            auto = "" if job.strategy == "auto" else "Leave `strategy` to auto, or take"
             raise RequestError(
                 f"{job.strategy} does not fit {name}: {size / 1e6:.0f} MB are foreseen, the limit is "
-                f"{limit / 1e6:.0f} MB. Leave `strategy` to auto, or take a smaller batch or more devices."
+                f"{limit / 1e6:.0f} MB. {auto or 'Take'} a smaller batch or more devices."
             )
 
 
