@@ -29,6 +29,7 @@ from manyhands.tasks import connect, examples, mean_square
 from manyhands.tracing.graphs import Traced, trace
 
 SMALL_BYTES, LARGE_BYTES, NUM_SMALL, NUM_LARGE = 1 << 10, 1 << 20, 100, 20
+TURNS = 3  # of every plan in a rehearsal: a machine is not equally fast all the time
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
 
 
@@ -47,6 +48,7 @@ class PlansJob:
 def rehearse(job: dict[str, Any], place: Place) -> None:
     """Say the samples of every plan, from this process's device of it, and those of messages.
 
+    The plans are rehearsed in turns, so that a machine that becomes slower meanwhile is so for all of them.
     With one thread, the clock is that of the thread: it stands still while others are waited for, and is not
     disturbed by what else the machine does. So a plan for just these devices is run among them, for real.
     """
@@ -55,18 +57,22 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
     example = examples(given.inputs, given.plans[0].batch, torch.float32)
     traced = trace(load_model(given.model, seed=given.seed), example)
     say("bare", num_bytes=current_memory())
-    for number, plan in enumerate(given.plans):
-        if len(plan.devices) == 1 and place.rank:  # who computes alone is not disturbed by the others
-            for _ in range(given.rounds + 1):
-                dist.barrier()
-            continue
-        together = torch.get_num_threads() == 1 and plan.devices == place.devices
-        device = plan.devices[place.rank % len(plan.devices)]
-        worker = _rehearsal(traced, plan, device, gloo if together else Silence(), given)
-        rounds, seconds = _rounds(worker, given)
-        layers, steps = worker.samples(rounds)
-        facts = {"plan": number, "together": together, "seconds": seconds}
-        say("rehearsed", layers=encode(layers), steps=encode(steps), **facts)
+    heard: list[tuple[list[Round], list[float]]] = [([], []) for _ in given.plans]
+    for turn in range(TURNS):
+        for number, plan in enumerate(given.plans):
+            if len(plan.devices) == 1 and place.rank:  # who computes alone is not disturbed by the others
+                for _ in range(given.rounds + 1):
+                    dist.barrier()
+                continue
+            together = torch.get_num_threads() == 1 and plan.devices == place.devices
+            device = plan.devices[place.rank % len(plan.devices)]
+            worker = _rehearsal(traced, plan, device, gloo if together else Silence(), given)
+            rounds, seconds = heard[number]
+            _rehearse(worker, given, rounds, seconds)
+            if turn == TURNS - 1:
+                layers, steps = worker.samples(rounds)
+                facts = {"plan": number, "together": together, "seconds": seconds}
+                say("rehearsed", layers=encode(layers), steps=encode(steps), **facts)
     if len(place.devices) > 1:
         _exchange(gloo, place)
 
@@ -99,15 +105,16 @@ def _random_batch(worker: Worker, seed: int) -> Batch:
     return Batch(tuple(torch.randn(tile.shape, generator=generator) for tile in tiles), mean_square, 0, tiles)
 
 
-def _rounds(worker: Rehearsal, given: PlansJob) -> tuple[list[Round], list[float]]:
-    """The rounds, and how long each was by the clock on the wall."""
-    batch, rounds, seconds = _random_batch(worker, given.seed), [], []
-    for _ in range(given.rounds + 1):
+def _rehearse(worker: Rehearsal, given: PlansJob, rounds: list[Round], seconds: list[float]) -> None:
+    """More rounds, and how long each was by the clock on the wall. The first warms up."""
+    batch = _random_batch(worker, given.seed)
+    for number in range(given.rounds + 1):
         dist.barrier()
         start = time.perf_counter()
-        rounds.append(worker.rehearse(batch))
-        seconds.append(time.perf_counter() - start)
-    return rounds[1:], seconds[1:]  # the first warms up
+        found = worker.rehearse(batch)
+        if number:
+            rounds.append(found)
+            seconds.append(time.perf_counter() - start)
 
 
 def compare(job: dict[str, Any], place: Place) -> None:

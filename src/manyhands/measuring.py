@@ -19,11 +19,13 @@ from manyhands import api
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, cores_here, local_cluster
 from manyhands.ir.codec import decode, encode, graph_digest
+from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample
 from manyhands.loading import default_input, load_model, parse_inputs
 from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, PlansJob
+from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import simulate
 from manyhands.profiling.fitting import fit_lines, fit_timings
 from manyhands.reporting.profiles import profile_view
@@ -31,9 +33,12 @@ from manyhands.runtime.ranks import Event, launch
 from manyhands.tasks import MeasureJob, examples
 
 CUTS = ("batch", "rows", "channels")
-ROUNDS = 3
+ROUNDS = 2  # of every turn
 MOST_STRETCHED = 1.5  # beyond that, the machine was doing something else
-FORMAT = 3  # of the stored file; another one is measured anew
+CORRECTIONS = 3  # not all of a step is stretched, so what is stretched is corrected more than once
+FORMAT = 4  # of the stored file; another one is measured anew
+
+_AXES = {Axis.BATCH: "batch", Axis.CHANNELS: "channels", Axis.ROWS: "map", Axis.COLUMNS: "map"}
 
 Inputs = tuple[tuple[int, ...], ...]
 
@@ -86,19 +91,25 @@ def _calibrated(
 ) -> Cluster:
     """Times stretched so that the plans that were rehearsed among the devices take as long as they did.
 
-    The clock of a thread misses what the system does for it elsewhere, such as waking it up.
+    The clock of a thread misses what the system does for it elsewhere, such as waking it up. How much that is
+    depends on how often a plan exchanges something: each axis that was cut has a stretch of its own.
     """
-    ratios = []
+    took: dict[str, tuple[Lowered, float]] = {}
     for number, plan in enumerate(plans):
         events = [e for e in _of(said, "rehearsed") if e["plan"] == number and e["together"]]
-        if events:
+        cuts = plan.segments[0].layout.cuts  # of nearly all; where maps are single pixels, samples are cut
+        if events and len(cuts) == 1:
             slowest = [max(seconds) for seconds in zip(*(e["seconds"] for e in events), strict=True)]
-            foreseen = simulate(api.lower(graph, plan), cluster, memory=False).cost.seconds
-            ratios.append(median(slowest) / foreseen)
-    if not ratios:
-        return cluster
-    stretch = min(max(median(ratios), 1.0), MOST_STRETCHED)
-    return replace(cluster, profiles=tuple(replace(each, stretch=stretch) for each in cluster.profiles))
+            took[_AXES[cuts[0].axis]] = api.lower(graph, plan), median(slowest)
+    stretches = dict.fromkeys(took, 1.0)
+    for _ in range(CORRECTIONS):
+        for axis, (lowered, seconds) in took.items():
+            foreseen = simulate(lowered, cluster, memory=False).cost.seconds
+            stretch = stretches[axis] * seconds / foreseen
+            stretches[axis] = min(max(stretch, 1 / MOST_STRETCHED), MOST_STRETCHED)
+        profiles = tuple(replace(each, stretches=tuple(stretches.items())) for each in cluster.profiles)
+        cluster = replace(cluster, profiles=profiles)
+    return cluster
 
 
 def profile_and_show(

@@ -79,7 +79,7 @@ class Profile:
     bare_bytes: int  # of a process that is ready to train and holds no weights yet
     timings: tuple[Timing, ...]
     lines: tuple[Line, ...]
-    stretch: float = 1.0  # of all that is done among others: parts of layers, and messages
+    stretches: tuple[tuple[str, float], ...] = ()  # of what is done among others, by the axis that is cut
 
 
 def kind_of(layer: Layer, exchanged: bool = False) -> str:

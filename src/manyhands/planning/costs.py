@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import prod
+from statistics import mean
 
 from manyhands.ir.cluster import Cluster, Link
 from manyhands.ir.geometry import Shape, Tile
@@ -51,12 +52,12 @@ class Costs:
         self.ports: dict[str, float] = {}
         self.curves: dict[str, dict[str, Curves]] = {}
         self.lines: dict[str, dict[str, Line]] = {}
-        self.stretches: dict[str, float] = {}
+        self.stretches: dict[str, dict[str, float]] = {}
         self.kinds: dict[int, tuple[Layer, str, str]] = {}  # by identity: the layer is kept, so it stays one
         self.known: dict[tuple[str, int, Shape, bool], tuple[float, float]] = {}
         for profile in cluster.profiles:
             self.curves[profile.device] = {timing.kind: Curves(timing) for timing in profile.timings}
-            self.stretches[profile.device] = profile.stretch
+            self.stretches[profile.device] = dict(profile.stretches)
             self.lines[profile.device] = {line.step: line for line in profile.lines}
 
     def layer(self, device: str, layer: Layer, tile: Tile, exchanged: bool = False) -> tuple[float, float]:
@@ -77,7 +78,8 @@ class Costs:
             found = curves.get(together if exchanged else alone) or curves.get(alone) or curves.get(together)
             if found is not None:
                 forward_s, backward_s = found.seconds(layer.shape, tile.shape)
-                stretch = 1.0 if tile.shape == layer.shape else self.stretches[device]
+                parts = zip(AXES, fractions(layer.shape, tile.shape), strict=True)
+                stretch = self._stretch(device, {axis for axis, part in parts if part != 1.0})
                 return stretch * forward_s, stretch * backward_s
         if isinstance(layer.operation, Rearrange):
             return 0.0, 0.0
@@ -99,8 +101,13 @@ class Costs:
             return STEP_S + 2 * num_bytes / self.devices[device].memory_bytes_per_s
         line = lines.get(step) or lines.get(step.split()[0])
         among_others = " " in step  # messages are "send value"; one device alone has none
-        stretch = self.stretches[device] if among_others else 1.0
+        stretch = self._stretch(device, set(AXES)) if among_others else 1.0
         return stretch * line.seconds(num_bytes) if line is not None else 0.0
+
+    def _stretch(self, device: str, axes: set[str]) -> float:
+        """How much longer than measured it takes among others, where these axes are cut: their mean."""
+        found = [stretch for axis, stretch in self.stretches[device].items() if axis in axes]
+        return mean(found) if found else 1.0
 
     def begin(self, device: str) -> float:
         """Seconds before the first step."""

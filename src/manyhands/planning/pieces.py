@@ -64,7 +64,7 @@ class Pieces:
     def _device_form(self, device: str) -> int:
         profile, rates = self.costs.cluster.profile(device), self.costs.devices[device]
         key = rates.flops_per_s, rates.memory_bytes_per_s, rates.launch_s
-        measured = (profile.timings, profile.lines, profile.stretch) if profile else None
+        measured = (profile.timings, profile.lines, profile.stretches) if profile else None
         return self.forms.setdefault((key, measured), len(self.forms))
 
     def piece(self, start: int, stop: int, layout: Layout) -> Piece:
