@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from manyhands.tracing.graphs import Traced, trace
 SMALL_BYTES, LARGE_BYTES, NUM_SMALL, NUM_LARGE = 1 << 10, 1 << 20, 100, 20
 TURNS = 3  # of every plan in a rehearsal: a machine is not equally fast all the time
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class PlansJob:
     rounds: int
     seed: int
     thrifty: bool = False
+    stepped: bool = False  # in a rehearsal: plans for just these devices are also stepped as in training
+
+
+@dataclass
+class _Heard:
+    """What was heard of a plan in the turns so far; stepped: as in training, with nothing timed inside."""
+
+    rounds: list[Round] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    stepped: list[float] = field(default_factory=list)
 
 
 def rehearse(job: dict[str, Any], place: Place) -> None:
@@ -57,7 +68,7 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
     example = examples(given.inputs, given.plans[0].batch, torch.float32)
     traced = trace(load_model(given.model, seed=given.seed), example)
     say("bare", num_bytes=current_memory())
-    heard: list[tuple[list[Round], list[float]]] = [([], []) for _ in given.plans]
+    heard = [_Heard() for _ in given.plans]
     for turn in range(TURNS):
         for number, plan in enumerate(given.plans):
             if len(plan.devices) == 1 and place.rank:  # who computes alone is not disturbed by the others
@@ -65,14 +76,21 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
                     dist.barrier()
                 continue
             together = torch.get_num_threads() == 1 and plan.devices == place.devices
-            device = plan.devices[place.rank % len(plan.devices)]
+            device, here = plan.devices[place.rank % len(plan.devices)], heard[number]
             worker = _rehearsal(traced, plan, device, gloo if together else Silence(), given)
-            rounds, seconds = heard[number]
-            _rehearse(worker, given, rounds, seconds)
+            rounds, seconds = _rounds(worker, worker.rehearse, given)
+            here.rounds += rounds
+            here.seconds += seconds
+            if given.stepped and together:
+                model = load_model(given.model, seed=given.seed)
+                plain = make_worker(traced, lower(traced.graph, plan), model, device, gloo)
+                _make_ready(plain)
+                here.stepped += _rounds(plain, plain.step, given)[1]
             if turn == TURNS - 1:
-                layers, steps = worker.samples(rounds)
-                facts = {"plan": number, "together": together, "seconds": seconds}
-                say("rehearsed", layers=encode(layers), steps=encode(steps), **facts)
+                layers, steps = worker.samples(here.rounds)
+                times = {"seconds": here.seconds, "stepped": here.stepped}
+                samples = {"layers": encode(layers), "steps": encode(steps)}
+                say("rehearsed", plan=number, together=together, **times, **samples)
     if len(place.devices) > 1:
         _exchange(gloo, place)
 
@@ -105,16 +123,16 @@ def _random_batch(worker: Worker, seed: int) -> Batch:
     return Batch(tuple(torch.randn(tile.shape, generator=generator) for tile in tiles), mean_square, 0, tiles)
 
 
-def _rehearse(worker: Rehearsal, given: PlansJob, rounds: list[Round], seconds: list[float]) -> None:
-    """More rounds, and how long each was by the clock on the wall. The first warms up."""
+def _rounds(worker: Worker, step: Callable[[Batch], Told], given: PlansJob) -> tuple[list[Told], list[float]]:
+    """What some steps return, and the seconds of each by the clock on the wall. The first warms up."""
     batch = _random_batch(worker, given.seed)
-    for number in range(given.rounds + 1):
+    told, seconds = [], []
+    for _ in range(given.rounds + 1):
         dist.barrier()
         start = time.perf_counter()
-        found = worker.rehearse(batch)
-        if number:
-            rounds.append(found)
-            seconds.append(time.perf_counter() - start)
+        told.append(step(batch))
+        seconds.append(time.perf_counter() - start)
+    return told[1:], seconds[1:]
 
 
 def compare(job: dict[str, Any], place: Place) -> None:

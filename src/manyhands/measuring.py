@@ -59,18 +59,35 @@ def profile_local(
     path = _stored(graph, num_devices, threads, thrifty, memory_bytes)
     if not fresh and (found := _read(path)) is not None:
         return found
-    cluster = local_cluster(num_devices)
-    plans = tuple(plan for plan in _plans(graph, num_devices) if _fits(graph, plan, memory_bytes))
+    plans = tuple(plan for plan in rehearsed_plans(graph, num_devices) if _fits(graph, plan, memory_bytes))
     if not plans:
         raise RequestError(f"no plan of {model} fits into {memory_bytes} bytes. Use more devices.")
-    job = PlansJob(model, inputs, plans, ROUNDS, 0, thrifty)
-    said = launch("rehearse", encode(job), cluster.names, threads=threads)
-    cluster, wire = _link(cluster, _of(said, "exchanged"))
-    profile = _profile(said, graph.layers[0].shape[0], threads, thrifty, wire)
-    cluster = replace(cluster, profiles=tuple(replace(profile, device=name) for name in cluster.names))
-    cluster = _calibrated(cluster, graph, plans, said)
+    cluster, _ = rehearse(PlansJob(model, inputs, plans, ROUNDS, 0, thrifty), graph, num_devices, threads)
     _write(path, cluster)
     return cluster
+
+
+def rehearse(
+    job: PlansJob, graph: Graph, num_devices: int, threads: int = 1
+) -> tuple[Cluster, dict[Plan, list[float]]]:
+    """That many local devices as measured now, and the seconds of plans that were stepped as in training."""
+    cluster = local_cluster(num_devices)
+    said = launch("rehearse", encode(job), cluster.names, threads=threads)
+    cluster, wire = _link(cluster, _of(said, "exchanged"))
+    profile = _profile(said, graph.layers[0].shape[0], threads, job.thrifty, wire)
+    cluster = replace(cluster, profiles=tuple(replace(profile, device=name) for name in cluster.names))
+    cluster = _calibrated(cluster, graph, _slowest(said, job.plans, "seconds"))
+    return cluster, _slowest(said, job.plans, "stepped")
+
+
+def _slowest(said: dict[str, list[Event]], plans: tuple[Plan, ...], what: str) -> dict[Plan, list[float]]:
+    """Seconds of each round of the plans rehearsed among all devices, as long as the slowest of them took."""
+    found = {}
+    for number, plan in enumerate(plans):
+        events = [e for e in _of(said, "rehearsed") if e["plan"] == number and e["together"]]
+        if seconds := [max(row) for row in zip(*(e[what] for e in events), strict=True)]:
+            found[plan] = seconds
+    return found
 
 
 def graph_of(model: str, inputs: Inputs, batch: int) -> Graph:
@@ -86,26 +103,22 @@ def memory_of(job: MeasureJob, within: Mapping[str, Sequence[str]] | None = None
     return {device: next(e for e in events if e["event"] == "memory") for device, events in said.items()}
 
 
-def _calibrated(
-    cluster: Cluster, graph: Graph, plans: tuple[Plan, ...], said: dict[str, list[Event]]
-) -> Cluster:
+def _calibrated(cluster: Cluster, graph: Graph, rehearsed: dict[Plan, list[float]]) -> Cluster:
     """Times stretched so that the plans that were rehearsed among the devices take as long as they did.
 
     The clock of a thread misses what the system does for it elsewhere, such as waking it up. How much that is
     depends on how often a plan exchanges something: each axis that was cut has a stretch of its own.
     """
     took: dict[str, tuple[Lowered, float]] = {}
-    for number, plan in enumerate(plans):
-        events = [e for e in _of(said, "rehearsed") if e["plan"] == number and e["together"]]
+    for plan, seconds in rehearsed.items():
         cuts = plan.segments[0].layout.cuts  # of nearly all; where maps are single pixels, samples are cut
-        if events and len(cuts) == 1:
-            slowest = [max(seconds) for seconds in zip(*(e["seconds"] for e in events), strict=True)]
-            took[_AXES[cuts[0].axis]] = api.lower(graph, plan), median(slowest)
+        if len(cuts) == 1:
+            took[_AXES[cuts[0].axis]] = api.lower(graph, plan), median(seconds)
     stretches = dict.fromkeys(took, 1.0)
     for _ in range(CORRECTIONS):
-        for axis, (lowered, seconds) in took.items():
+        for axis, (lowered, usual) in took.items():
             foreseen = simulate(lowered, cluster, memory=False).cost.seconds
-            stretch = stretches[axis] * seconds / foreseen
+            stretch = stretches[axis] * usual / foreseen
             stretches[axis] = min(max(stretch, 1 / MOST_STRETCHED), MOST_STRETCHED)
         profiles = tuple(replace(each, stretches=tuple(stretches.items())) for each in cluster.profiles)
         cluster = replace(cluster, profiles=profiles)
@@ -133,7 +146,7 @@ def known_local(graph: Graph, num_devices: int, *, threads: int, thrifty: bool) 
     return found if found is not None else local_cluster(num_devices)
 
 
-def _plans(graph: Graph, num_devices: int) -> list[Plan]:
+def rehearsed_plans(graph: Graph, num_devices: int) -> tuple[Plan, ...]:
     """The whole on one device, and the usual cuts among as many as there are and twice as many."""
     plans = [api.plan(graph, 1, "single")]
     for count in dict.fromkeys((max(num_devices, 2), 2 * num_devices)):
@@ -142,7 +155,7 @@ def _plans(graph: Graph, num_devices: int) -> list[Plan]:
                 plans.append(api.plan(graph, count, strategy))
             except RequestError:  # the model cannot be cut so
                 continue
-    return plans
+    return tuple(plans)
 
 
 def _fits(graph: Graph, plan: Plan, memory_bytes: int | None) -> bool:

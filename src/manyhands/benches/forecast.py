@@ -1,6 +1,7 @@
 """Foreseen against measured: the seconds of a step and the peak memory, and what choosing a plan costs.
 
-Every plan of a case is stepped in turn by the same processes, so that whatever disturbs one disturbs all.
+A machine is not equally fast all the time. So what a forecast is made from and what it is held against are
+measured in turns by the same processes, and so are the plans among which `auto` chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from manyhands.ir.codec import encode
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Cost, Plan
 from manyhands.measurements import PlansJob
-from manyhands.measuring import graph_of, memory_of, profile_local
+from manyhands.measuring import CUTS, ROUNDS, graph_of, memory_of, rehearse, rehearsed_plans
 from manyhands.planning.strategies import NAMES
 from manyhands.runtime.ranks import launch
 from manyhands.tasks import MeasureJob
@@ -31,7 +32,6 @@ MODELS = (
     ("mobilenetv2", (3, 128, 128), 6),
     ("unet-small", (3, 128, 128), 6),
 )
-JUDGED = ("batch", "rows", "channels")
 MEDIAN, WORST = 0.10, 0.25  # of the errors in time
 MEMORY_MEDIAN, MEMORY_WORST, MEMORY_UNDER = 0.05, 0.10, 0.05
 PLENTY = 10**12
@@ -40,7 +40,7 @@ REGRET = 1.05  # of the chosen plan over the best named one
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan of one case."""
+    """One plan of one case: foreseen from a rehearsal, and stepped in the turns of that rehearsal."""
 
     model: str
     devices: int
@@ -49,10 +49,6 @@ class Row:
     measured_s: float  # the slowest device's, median of the rounds
     spread_s: float  # half the distance between the quartiles
     measured_peaks: tuple[int, ...] = ()  # of each device, where memory was measured
-
-    @property
-    def judged(self) -> bool:
-        return self.strategy in JUDGED
 
     @property
     def error(self) -> float:
@@ -67,28 +63,32 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One case: the chosen plan and all named ones, stepped in turn; seconds, foreseen and measured."""
+
+    model: str
+    devices: int
+    times: tuple[tuple[str, float, float], ...]
+
+    @property
+    def regret(self) -> float:
+        """The chosen plan's time over the best named one's."""
+        measured = {name: seconds for name, _, seconds in self.times}
+        return measured["auto"] / min(seconds for name, seconds in measured.items() if name != "auto")
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     rows: tuple[Row, ...]
+    choices: tuple[Choice, ...]
 
     @property
     def errors(self) -> list[float]:
-        return [abs(row.error) for row in self.rows if row.judged]
+        return [abs(row.error) for row in self.rows]
 
     @property
     def memory_errors(self) -> list[float]:
-        return [error for row in self.rows if row.judged for error in row.memory_errors]
-
-    @property
-    def regrets(self) -> dict[tuple[str, int], float]:
-        """Of each case in which a plan was chosen among the named ones: its time over the best of them."""
-        cases: dict[tuple[str, int], dict[str, float]] = {}
-        for row in self.rows:
-            cases.setdefault((row.model, row.devices), {})[row.strategy] = row.measured_s
-        return {
-            case: times["auto"] / min(t for name, t in times.items() if name != "auto")
-            for case, times in cases.items()
-            if "auto" in times
-        }
+        return [error for row in self.rows for error in row.memory_errors]
 
     @property
     def within(self) -> bool:
@@ -98,7 +98,7 @@ class Result:
             and max(map(abs, self.memory_errors)) <= MEMORY_WORST
             and min(self.memory_errors) >= -MEMORY_UNDER
         )
-        return time and memory and all(regret <= REGRET for regret in self.regrets.values())
+        return time and memory and all(choice.regret <= REGRET for choice in self.choices)
 
 
 def run(
@@ -113,33 +113,46 @@ def run(
     if unknown := [name for name in models if name not in [each for each, *_ in MODELS]]:
         raise RequestError(f"{unknown[0]} is not one of {', '.join(name for name, *_ in MODELS)}.")
     rows: list[Row] = []
+    choices: list[Choice] = []
     counts = (2, 4) if cores_here() >= 4 else (2, 3)
     for model, shape, batch in (case for case in MODELS if not models or case[0] in models):
+        graph = graph_of(model, (shape,), batch)
         for count in counts:
-            progress(f"{model} on {count} devices: profiling")
-            cluster = profile_local(model, (shape,), batch, count, fresh=True)
-            graph = graph_of(model, (shape,), batch)
-            plans = _plans(graph, cluster, ("auto", *NAMES) if regret else JUDGED)
-            progress(f"{model} on {count} devices: stepping {len(plans)} plans in turn")
-            different = tuple(dict.fromkeys(plans.values()))  # a plan that is chosen may be a named one
-            times = _times(PlansJob(model, (shape,), different, rounds, 0), cluster)
-            for strategy, plan in plans.items():
-                seconds = times[different.index(plan)]
-                quartiles = statistics.quantiles(seconds, n=4) if seconds[1:] else seconds * 3
-                foreseen = api.simulate(api.lower(graph, plan), _limited(cluster)).cost
-                spread, peaks = (quartiles[2] - quartiles[0]) / 2, tuple[int, ...]()
-                if memory and strategy in JUDGED:
-                    progress(f"{model} on {count} devices: memory of {strategy}")
+            where = f"{model} on {count} devices"
+            progress(f"{where}: rehearsing plans and stepping them, in turns")
+            job = PlansJob(model, (shape,), rehearsed_plans(graph, count), ROUNDS, 0, stepped=True)
+            cluster, stepped = rehearse(job, graph, count)
+            for plan, seconds in stepped.items():
+                strategy = next(name for name in CUTS if api.plan(graph, count, name) == plan)
+                peaks: tuple[int, ...] = ()
+                if memory:
+                    progress(f"{where}: memory of {strategy}")
                     facts = memory_of(MeasureJob(model, (shape,), plan, 4, 0, True))
                     peaks = tuple(facts[device]["peak_bytes"] for device in plan.devices)
-                measured = statistics.median(seconds)
-                rows.append(Row(model, count, strategy, foreseen, measured, spread, peaks))
-    return Result(tuple(rows))
+                low, middle, high = statistics.quantiles(seconds, n=4)
+                foreseen = _foreseen(graph, plan, cluster)
+                rows.append(Row(model, count, strategy, foreseen, middle, (high - low) / 2, peaks))
+            if regret:
+                progress(f"{where}: auto and every named plan, in turns")
+                choices.append(_choice(model, shape, graph, cluster, rounds))
+    return Result(tuple(rows), tuple(choices))
 
 
-def _limited(cluster: Cluster) -> Cluster:
+def _foreseen(graph: Graph, plan: Plan, cluster: Cluster) -> Cost:
     """With plenty of memory, but limited: such devices give freed memory back at once."""
-    return replace(cluster, devices=tuple(replace(d, memory_bytes=PLENTY) for d in cluster.devices))
+    limited = replace(cluster, devices=tuple(replace(d, memory_bytes=PLENTY) for d in cluster.devices))
+    return api.simulate(api.lower(graph, plan), limited).cost
+
+
+def _choice(model: str, shape: tuple[int, ...], graph: Graph, cluster: Cluster, rounds: int) -> Choice:
+    plans = _plans(graph, cluster, ("auto", *NAMES))
+    different = tuple(dict.fromkeys(plans.values()))  # a plan that is chosen may be a named one
+    measured = _times(PlansJob(model, (shape,), different, rounds, 0), cluster)
+    times = []
+    for name, plan in plans.items():
+        foreseen_s = _foreseen(graph, plan, cluster).seconds
+        times.append((name, foreseen_s, statistics.median(measured[different.index(plan)])))
+    return Choice(model, len(cluster.devices), tuple(times))
 
 
 def _plans(graph: Graph, cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, Plan]:
@@ -167,13 +180,10 @@ def _times(job: PlansJob, cluster: Cluster) -> list[list[float]]:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    rows = [
-        encode(row) | {"judged": row.judged, "error": row.error, "memory_errors": row.memory_errors}
-        for row in result.rows
-    ]
-    regrets = [{"model": m, "devices": n, "regret": r} for (m, n), r in result.regrets.items()]
+    rows = [encode(row) | {"error": row.error, "memory_errors": row.memory_errors} for row in result.rows]
+    choices = [encode(choice) | {"regret": choice.regret} for choice in result.choices]
     time = {"median": statistics.median(result.errors), "worst": max(result.errors)}
-    return {"rows": rows, "time_error": time, "regrets": regrets, "within": result.within}
+    return {"rows": rows, "time_error": time, "choices": choices, "within": result.within}
 
 
 def table(result: Result) -> Group:
@@ -200,6 +210,16 @@ def table(result: Result) -> Group:
             f"worst {max(map(abs, errors)):.1%} (limit {MEMORY_WORST:.0%}), "
             f"most under {min(errors):+.1%} (limit {-MEMORY_UNDER:+.0%})"
         )
-    for (model, count), regret in result.regrets.items():
-        lines.append(f"{model} on {count}: auto over the best named plan {regret:.3f} (limit {REGRET:g})")
-    return Group(table, *lines)
+    return Group(table, *lines, *([_choices(result.choices)] if result.choices else []))
+
+
+def _choices(choices: tuple[Choice, ...]) -> Table:
+    table = Table(title="The chosen plan and every named one, stepped in turns: ms foreseen / measured")
+    names = list(dict.fromkeys(name for choice in choices for name, *_ in choice.times))
+    for heading in ("model", "devices", *names, f"regret (limit {REGRET:g})"):
+        table.add_column(heading)
+    for choice in choices:
+        times = {name: f"{1e3 * a:.0f} / {1e3 * b:.0f}" for name, a, b in choice.times}
+        cells = [times.get(name, "") for name in names]
+        table.add_row(choice.model, str(choice.devices), *cells, f"{choice.regret:.3f}")
+    return table
