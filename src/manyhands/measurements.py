@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from manyhands.api import lower, make_worker
+from manyhands.api import lower
 from manyhands.errors import RequestError
 from manyhands.ir.codec import decode, encode
 from manyhands.ir.geometry import Tile
@@ -32,6 +32,7 @@ SMALL_BYTES, LARGE_BYTES, NUM_SMALL, NUM_LARGE = 1 << 10, 1 << 20, 100, 20
 TURNS = 3  # of every plan in a rehearsal: a machine is not equally fast all the time
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
 Told = TypeVar("Told")
+Kind = TypeVar("Kind", bound=Worker)
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,55 @@ class PlansJob:
     rounds: int
     seed: int
     thrifty: bool = False
-    stepped: bool = False  # in a rehearsal: plans for just these devices are also stepped as in training
+    stepped: tuple[Plan, ...] = ()  # in the turns of a rehearsal, stepped as in training
 
 
-@dataclass
-class _Heard:
-    """What was heard of a plan in the turns so far; stepped: as in training, with nothing timed inside."""
+class _Part:
+    """This process's part of a plan, and what was measured of it in the turns so far.
 
-    rounds: list[Round] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    stepped: list[float] = field(default_factory=list)
+    In which order numbers lie is decided once, as in training, and not anew in every turn.
+    """
+
+    def __init__(self, traced: Traced, plan: Plan, device: str, given: PlansJob) -> None:
+        self.traced, self.device, self.given = traced, device, given
+        self.lowered = lower(traced.graph, plan)
+        self.territory = self.lowered.territory(device)
+        self.memory_format = faster_format(traced.graph, self.territory, torch.float32)
+        self.rounds: list[Round] = []
+        self.seconds: list[float] = []
+
+    def worker(self, kind: type[Kind], transport: Gloo | Silence) -> Kind:
+        """A new one, with new weights."""
+        graph, program = self.traced.graph, self.lowered.program(self.device)
+        weights = split_weights(load_model(self.given.model, seed=self.given.seed), graph, self.territory)
+        functions, inplace = self.traced.functions, self.traced.inplace
+        worker = kind(graph, program, self.territory, weights, functions, inplace, transport)
+        worker.use_format(self.memory_format)
+        worker.use_optimiser(lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9))
+        return worker
+
+    def batch(self) -> Batch:
+        tiles: tuple[Tile, ...] = self.territory.inputs
+        generator = torch.Generator().manual_seed(self.given.seed)
+        images = tuple(torch.randn(tile.shape, generator=generator) for tile in tiles)
+        return Batch(images, mean_square, 0, tiles)
+
+    def run(self, step: Callable[[Batch], Told]) -> list[Told]:
+        """What some steps return; how long each is by the clock on the wall is noted. The first warms up."""
+        batch, told = self.batch(), []
+        for number in range(self.given.rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            told.append(step(batch))
+            self.seconds += [time.perf_counter() - start] if number else []
+        dist.barrier()  # whoever is ready first does nothing else until all are
+        return told[1:]
+
+
+def _look_on(given: PlansJob) -> None:
+    """Do nothing while others run their part."""
+    for _ in range(given.rounds + 2):
+        dist.barrier()
 
 
 def rehearse(job: dict[str, Any], place: Place) -> None:
@@ -63,106 +103,79 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
     With one thread, the clock is that of the thread: it stands still while others are waited for, and is not
     disturbed by what else the machine does. So a plan for just these devices is run among them, for real.
     """
-    given, gloo = decode(PlansJob, job), connect(place)
-    _be_thrifty(given.thrifty)
-    example = examples(given.inputs, given.plans[0].batch, torch.float32)
-    traced = trace(load_model(given.model, seed=given.seed), example)
+    given, gloo, traced = _begin(job, place)
     say("bare", num_bytes=current_memory())
-    heard = [_Heard() for _ in given.plans]
+    alone = torch.get_num_threads() > 1
+    rehearsed = {
+        number: _Part(traced, plan, plan.devices[place.rank % len(plan.devices)], given)
+        for number, plan in enumerate(given.plans)
+        if plan.devices[1:] or not place.rank  # who computes alone is not disturbed by the others
+    }
+    stepped = _own_parts(given.stepped, traced, place, given)
     for turn in range(TURNS):
         for number, plan in enumerate(given.plans):
-            if len(plan.devices) == 1 and place.rank:  # who computes alone is not disturbed by the others
-                for _ in range(given.rounds + 1):
-                    dist.barrier()
+            if number not in rehearsed:
+                _look_on(given)
                 continue
-            together = torch.get_num_threads() == 1 and plan.devices == place.devices
-            device, here = plan.devices[place.rank % len(plan.devices)], heard[number]
-            worker = _rehearsal(traced, plan, device, gloo if together else Silence(), given)
-            rounds, seconds = _rounds(worker, worker.rehearse, given)
-            here.rounds += rounds
-            here.seconds += seconds
-            if given.stepped and together:
-                model = load_model(given.model, seed=given.seed)
-                plain = make_worker(traced, lower(traced.graph, plan), model, device, gloo)
-                _make_ready(plain)
-                here.stepped += _rounds(plain, plain.step, given)[1]
+            part, together = rehearsed[number], plan.devices == place.devices and not alone
+            worker = part.worker(Rehearsal, gloo if together else Silence())
+            worker.clock = time.perf_counter if alone else time.thread_time
+            part.rounds += part.run(worker.rehearse)
             if turn == TURNS - 1:
-                layers, steps = worker.samples(here.rounds)
-                times = {"seconds": here.seconds, "stepped": here.stepped}
+                layers, steps = worker.samples(part.rounds)
                 samples = {"layers": encode(layers), "steps": encode(steps)}
-                say("rehearsed", plan=number, together=together, **times, **samples)
+                say("rehearsed", plan=number, together=together, seconds=part.seconds, **samples)
+        for number in range(len(given.stepped)):
+            if number in stepped:
+                stepped[number].run(stepped[number].worker(Worker, gloo).step)
+            else:
+                _look_on(given)
+    for number, part in stepped.items():
+        say("stepped", plan=number, seconds=part.seconds)
     if len(place.devices) > 1:
         _exchange(gloo, place)
 
 
-def _be_thrifty(thrifty: bool) -> None:
-    if thrifty and not return_freed_memory():
+def _begin(job: dict[str, Any], place: Place) -> tuple[PlansJob, Gloo, Traced]:
+    given, gloo = decode(PlansJob, job), connect(place)
+    if given.thrifty and not return_freed_memory():
         raise RequestError("this system's allocator cannot be told to give freed memory back.")
+    example = examples(given.inputs, given.plans[0].batch, torch.float32)
+    return given, gloo, trace(load_model(given.model, seed=given.seed), example)
 
 
-def _rehearsal(
-    traced: Traced, plan: Plan, device: str, transport: Gloo | Silence, given: PlansJob
-) -> Rehearsal:
-    lowered = lower(traced.graph, plan)
-    territory, program = lowered.territory(device), lowered.program(device)
-    weights = split_weights(load_model(given.model, seed=given.seed), traced.graph, territory)
-    worker = Rehearsal(traced.graph, program, territory, weights, traced.functions, traced.inplace, transport)
-    worker.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    _make_ready(worker)
-    return worker
-
-
-def _make_ready(worker: Worker) -> None:
-    worker.use_format(faster_format(worker.graph, worker.territory, torch.float32))
-    worker.use_optimiser(lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9))
-
-
-def _random_batch(worker: Worker, seed: int) -> Batch:
-    tiles: tuple[Tile, ...] = worker.territory.inputs
-    generator = torch.Generator().manual_seed(seed)
-    return Batch(tuple(torch.randn(tile.shape, generator=generator) for tile in tiles), mean_square, 0, tiles)
-
-
-def _rounds(worker: Worker, step: Callable[[Batch], Told], given: PlansJob) -> tuple[list[Told], list[float]]:
-    """What some steps return, and the seconds of each by the clock on the wall. The first warms up."""
-    batch = _random_batch(worker, given.seed)
-    told, seconds = [], []
-    for _ in range(given.rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        told.append(step(batch))
-        seconds.append(time.perf_counter() - start)
-    return told[1:], seconds[1:]
+def _own_parts(plans: tuple[Plan, ...], traced: Traced, place: Place, given: PlansJob) -> dict[int, _Part]:
+    """By number, of those plans that this process takes part in."""
+    return {
+        number: _Part(traced, plan, place.device, given)
+        for number, plan in enumerate(plans)
+        if place.device in plan.devices
+    }
 
 
 def compare(job: dict[str, Any], place: Place) -> None:
-    """Say the seconds of every step, and how many of them were spent computing.
+    """Say the seconds of the steps of every plan, and how many of them were spent computing.
 
     Each round has two steps of every plan, which all devices begin at once. The second counts: the first
     finds the caches and the heap as another plan left them, which no training does.
     """
-    given = decode(PlansJob, job)
-    _be_thrifty(given.thrifty)
-    example = examples(given.inputs, given.plans[0].batch, torch.float32)
-    traced, transport = trace(load_model(given.model, seed=given.seed), example), connect(place)
-    ready: list[tuple[Worker, Batch] | None] = []
-    for plan in given.plans:
-        ready.append(None)
-        if place.device in plan.devices:
-            model = load_model(given.model, seed=given.seed)
-            worker = make_worker(traced, lower(traced.graph, plan), model, place.device, transport)
-            _make_ready(worker)
-            ready[-1] = worker, _random_batch(worker, given.seed)
-    for _ in range(given.rounds + 1):  # the first warms up
-        for number, own in enumerate(ready):
-            for _ in range(2):
+    given, gloo, traced = _begin(job, place)
+    parts = _own_parts(given.plans, traced, place, given)
+    ready = {number: (part.worker(Worker, gloo), part.batch()) for number, part in parts.items()}
+    busy_s: dict[int, list[float]] = {number: [] for number in parts}
+    for turn in range(given.rounds + 1):  # the first warms up
+        for number in range(len(given.plans)):
+            for again in range(2):
                 dist.barrier()
-                start, started = time.perf_counter(), time.thread_time()
-                if own is not None:
-                    worker, batch = own
+                if number in ready:
+                    worker, batch = ready[number]
+                    start, started = time.perf_counter(), time.thread_time()
                     worker.step(batch)
-                seconds, busy_s = time.perf_counter() - start, time.thread_time() - started
-            say("step", plan=number, seconds=seconds, busy_s=busy_s)
+                    if turn and again:
+                        parts[number].seconds.append(time.perf_counter() - start)
+                        busy_s[number].append(time.thread_time() - started)
+    for number, part in parts.items():
+        say("stepped", plan=number, seconds=part.seconds, busy_s=busy_s[number])
 
 
 def _exchange(gloo: Gloo, place: Place) -> None:

@@ -70,23 +70,29 @@ def profile_local(
 def rehearse(
     job: PlansJob, graph: Graph, num_devices: int, threads: int = 1
 ) -> tuple[Cluster, dict[Plan, list[float]]]:
-    """That many local devices as measured now, and the seconds of plans that were stepped as in training."""
+    """That many local devices as measured now, and the seconds of each plan that was stepped besides."""
     cluster = local_cluster(num_devices)
     said = launch("rehearse", encode(job), cluster.names, threads=threads)
     cluster, wire = _link(cluster, _of(said, "exchanged"))
     profile = _profile(said, graph.layers[0].shape[0], threads, job.thrifty, wire)
     cluster = replace(cluster, profiles=tuple(replace(profile, device=name) for name in cluster.names))
-    cluster = _calibrated(cluster, graph, _slowest(said, job.plans, "seconds"))
-    return cluster, _slowest(said, job.plans, "stepped")
+    together = {d: [e for e in events if e.get("together")] for d, events in said.items()}
+    cluster = _calibrated(cluster, graph, slowest(together, "rehearsed", job.plans))
+    return cluster, slowest(said, "stepped", job.stepped)
 
 
-def _slowest(said: dict[str, list[Event]], plans: tuple[Plan, ...], what: str) -> dict[Plan, list[float]]:
-    """Seconds of each round of the plans rehearsed among all devices, as long as the slowest of them took."""
+def slowest(said: dict[str, list[Event]], event: str, plans: Sequence[Plan]) -> dict[Plan, list[float]]:
+    """Seconds of every plan of which its devices said this: of each round, those of the slowest device."""
     found = {}
     for number, plan in enumerate(plans):
-        events = [e for e in _of(said, "rehearsed") if e["plan"] == number and e["together"]]
-        if seconds := [max(row) for row in zip(*(e[what] for e in events), strict=True)]:
-            found[plan] = seconds
+        events = [
+            item
+            for device in plan.devices
+            for item in said.get(device, [])
+            if item["event"] == event and item["plan"] == number
+        ]
+        if events:
+            found[plan] = [max(row) for row in zip(*(item["seconds"] for item in events), strict=True)]
     return found
 
 
@@ -106,14 +112,15 @@ def memory_of(job: MeasureJob, within: Mapping[str, Sequence[str]] | None = None
 def _calibrated(cluster: Cluster, graph: Graph, rehearsed: dict[Plan, list[float]]) -> Cluster:
     """Times stretched so that the plans that were rehearsed among the devices take as long as they did.
 
-    The clock of a thread misses what the system does for it elsewhere, such as waking it up. How much that is
-    depends on how often a plan exchanges something: each axis that was cut has a stretch of its own.
+    The clock of a thread misses what the system does for it elsewhere, such as waking it up; and waiting for
+    each other may be foreseen too long. Each axis that was cut has a stretch of its own. Messages do not tell
+    of which they are, and take the mean.
     """
     took: dict[str, tuple[Lowered, float]] = {}
     for plan, seconds in rehearsed.items():
         cuts = plan.segments[0].layout.cuts  # of nearly all; where maps are single pixels, samples are cut
         if len(cuts) == 1:
-            took[_AXES[cuts[0].axis]] = api.lower(graph, plan), median(seconds)
+            took.setdefault(_AXES[cuts[0].axis], (api.lower(graph, plan), median(seconds)))
     stretches = dict.fromkeys(took, 1.0)
     for _ in range(CORRECTIONS):
         for axis, (lowered, usual) in took.items():

@@ -13,7 +13,7 @@ from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.graph import Convolve
 from manyhands.ir.profile import kind_of
 from manyhands.loading import load_model
-from manyhands.measurements import PlansJob
+from manyhands.measurements import TURNS, PlansJob
 from manyhands.planning.costs import Costs
 from manyhands.runtime.ranks import launch
 
@@ -82,6 +82,18 @@ def test_what_was_measured_is_not_measured_again(
         measuring.profile_local(MODEL, (SHAPE,), BATCH, 2)
 
 
+def test_plans_are_stepped_in_the_turns_of_a_rehearsal(graph: measuring.Graph) -> None:
+    """Also one of a single device, while the others look on; and what was rehearsed is foreseen like it."""
+    plans = tuple(api.plan(graph, 2, strategy) for strategy in ("single", "batch"))
+    single = api.plan(graph, 1, "single")
+    cluster, took = measuring.rehearse(
+        PlansJob(MODEL, (SHAPE,), plans, 2, 0, stepped=(single, plans[1])), graph, 2
+    )
+    assert set(took) == {single, plans[1]}
+    assert all(len(seconds) == 2 * TURNS and min(seconds) > 0 for seconds in took.values())
+    assert {axis for axis, _ in cluster.profiles[0].stretches} == {"batch"}
+
+
 def test_plans_stepped_in_turn_are_computed_as_long_as_foreseen(
     cluster: measuring.Cluster, graph: measuring.Graph
 ) -> None:
@@ -92,7 +104,9 @@ def test_plans_stepped_in_turn_are_computed_as_long_as_foreseen(
         events = api.simulate(api.lower(graph, plan), cluster).events
         for name in cluster.names:
             foreseen = sum(e.stop_s - e.start_s for e in events if e.device == name)
-            measured = min(e["busy_s"] for e in said[name] if e["event"] == "step" and e["plan"] == number)
+            (event,) = (e for e in said[name] if e["event"] == "stepped" and e["plan"] == number)
+            measured = min(event["busy_s"])
+            assert len(event["seconds"]) == 4
             assert 0.4 < foreseen / measured / stretch(cluster) < 2.5
 
 

@@ -75,7 +75,7 @@ def limits(
 
 @bench.command()
 def forecast(
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Steps of every plan, in turn.")] = 9,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="With --regret: steps of each plan.")] = 9,
     regret: Annotated[bool, typer.Option("--regret", help="Also auto against every named plan.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of every device.")] = False,
     models: Annotated[str, typer.Option("--models", help="Only these, by commas.")] = "",

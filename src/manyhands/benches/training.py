@@ -20,12 +20,13 @@ from manyhands.training import preparing
 from manyhands.training.jobs import Job
 from manyhands.training.losses import choose_optimiser, make_loss, make_metric
 from manyhands.training.recording import Recorder
+from manyhands.training.schedules import Schedule
 from manyhands.training.starting import make_ready, train
 
 COMPARED_STEPS = 20
 LOSS_LIMIT = 1e-4  # of the first steps, in float32
 DOUBLE_STEPS = 5
-DOUBLE_LIMIT = 1e-9  # of the first few, in float64
+DOUBLE_LIMIT = 1e-9  # of the first few at the full rate, in float64
 METRIC_LIMIT = 0.01  # one point of accuracy
 
 
@@ -101,7 +102,9 @@ class _Kept:
 
     def __init__(self, folder: Path | None, job: Job) -> None:
         self.folder = folder
-        self.digest = hashlib.sha256(job.model_dump_json().encode()).hexdigest()[:12]
+        file = Path(job.model.rpartition(":")[0])
+        model = file.read_bytes() if file.is_file() else b""
+        self.digest = hashlib.sha256(job.model_dump_json().encode() + model).hexdigest()[:12]
 
     def ended(self, name: str, job: Job, work: Callable[[Job], Outcome]) -> Outcome:
         if self.folder is None:
@@ -122,11 +125,11 @@ def _refuse_other(job: Job) -> None:
 
 
 def _in_double(job: Job) -> Job:
-    """The first few steps of the job in float64, with little evaluation. The schedule is the whole job's."""
+    """The first few steps of the job in float64, at its full rate from the start, with little evaluation."""
     assert job.evaluate is not None
     evaluate = job.evaluate.model_copy(update={"images": job.batch, "every": None})
-    changes = {"evaluate": evaluate, "steps": DOUBLE_STEPS, "epochs": None, "precision": "float64"}
-    return job.model_copy(update=changes)
+    changes = {"steps": DOUBLE_STEPS, "epochs": None, "precision": "float64", "schedule": Schedule()}
+    return job.model_copy(update=changes | {"evaluate": evaluate})
 
 
 def _largest(one: list[float], other: list[float]) -> float:

@@ -100,12 +100,12 @@ class Costs:
         if lines is None:
             return STEP_S + 2 * num_bytes / self.devices[device].memory_bytes_per_s
         line = lines.get(step) or lines.get(step.split()[0])
-        among_others = " " in step  # messages are "send value"; one device alone has none
+        among_others = " " in step  # messages are "send value" of any axis; one device alone has none
         stretch = self._stretch(device, set(AXES)) if among_others else 1.0
         return stretch * line.seconds(num_bytes) if line is not None else 0.0
 
     def _stretch(self, device: str, axes: set[str]) -> float:
-        """How much longer than measured it takes among others, where these axes are cut: their mean."""
+        """How much longer or shorter than measured it takes among others: the mean over these axes."""
         found = [stretch for axis, stretch in self.stretches[device].items() if axis in axes]
         return mean(found) if found else 1.0
 

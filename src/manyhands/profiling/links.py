@@ -134,7 +134,7 @@ def _lead(circle: Circle, other: str) -> list[Link]:
             took = _transfer(transport, other, size, outward, latency)
             if took >= LONG_S:
                 break
-        # What else goes on makes it slower, and nothing makes it faster than it is: the best round counts.
+        # What else goes on makes it slower, and little makes it faster than it is: the best round counts.
         rounds = [took]
         while len(rounds) < ROUNDS and time.perf_counter() < end:
             rounds.append(_transfer(transport, other, size, outward, latency))
@@ -215,6 +215,7 @@ def measure_together(circle: Circle, links: tuple[Link, ...]) -> Together:
         rates = {pair: rate for pair, rate in rates.items() if ring[pair[0]] == pair[1]}
     busiest = max(sum(source == device for source, _ in rates) for device in circle.devices)
     size = int(min(max(min(rates.values()) * BUSY_S / busiest, SIZES[0]), SIZES[-1]))
+    # Here too the best round counts.
     seconds = circle.share(min(_all_at_once(circle, tuple(rates), size) for _ in range(ROUNDS)))
     return Together(size * len(rates) / seconds, is_shared(rates, size, seconds))
 
