@@ -75,6 +75,7 @@ def _faster_network(cluster: Cluster) -> Cluster:
     shared = cluster.shared_bytes_per_s
     return replace(
         cluster,
+        trials=(),
         bytes_per_s=2 * cluster.bytes_per_s,
         links=tuple(replace(link, bytes_per_s=2 * link.bytes_per_s) for link in cluster.links),
         shared_bytes_per_s=None if shared is None else 2 * shared,
@@ -87,7 +88,7 @@ def with_more(cluster: Cluster, count: int) -> Cluster:
     more = tuple(replace(last, name=f"{last.name}+{i + 1}", address=None) for i in range(count))
     profile = cluster.profile(last.name)
     copies = () if profile is None else tuple(replace(profile, device=device.name) for device in more)
-    return replace(cluster, devices=cluster.devices + more, profiles=cluster.profiles + copies)
+    return replace(cluster, devices=cluster.devices + more, profiles=cluster.profiles + copies, trials=())
 
 
 def refusal(request: Request, decision: Decision) -> RequestError:

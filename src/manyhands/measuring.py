@@ -8,16 +8,18 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from rich.console import RenderableType
+from scipy.optimize import minimize_scalar
 
 from manyhands import api
 from manyhands.errors import RequestError
-from manyhands.ir.cluster import Cluster, cores_here, local_cluster
+from manyhands.ir.cluster import Cluster, Trial, cores_here, local_cluster
 from manyhands.ir.codec import decode, encode, graph_digest
 from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph
@@ -25,6 +27,7 @@ from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample
 from manyhands.loading import default_input, load_model, parse_inputs
 from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, PlansJob
+from manyhands.planning.deciding import Option
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import simulate
 from manyhands.profiling.fitting import fit_lines, fit_timings
@@ -34,9 +37,13 @@ from manyhands.tasks import MeasureJob, examples
 
 CUTS = ("batch", "rows", "channels")
 ROUNDS = 2  # of every turn
+PROMISING = 1.3  # times the shortest forecast: plans that are tried
+TRIAL_ROUNDS = 7
 MOST_STRETCHED = 1.5  # beyond that, the machine was doing something else
+UNLIKELY = 0.1  # how much a common stretch counts against a fit, beside what it does not explain
+LATEST_S = 5e-3  # after a message has come, a device is awake
 CORRECTIONS = 3  # not all of a step is stretched, so what is stretched is corrected more than once
-FORMAT = 4  # of the stored file; another one is measured anew
+FORMAT = 5  # of the stored file; another one is measured anew
 
 _AXES = {Axis.BATCH: "batch", Axis.CHANNELS: "channels", Axis.ROWS: "map", Axis.COLUMNS: "map"}
 
@@ -51,18 +58,16 @@ def profile_local(
     *,
     threads: int = 1,
     thrifty: bool = False,
-    memory_bytes: int | None = None,
     fresh: bool = False,
 ) -> Cluster:
     """That many local devices with what was measured of them on this model, before or, if `fresh`, now."""
     graph = graph_of(model, inputs, batch)
-    path = _stored(graph, num_devices, threads, thrifty, memory_bytes)
+    path = _stored(graph, num_devices, threads, thrifty)
     if not fresh and (found := _read(path)) is not None:
         return found
-    plans = tuple(plan for plan in rehearsed_plans(graph, num_devices) if _fits(graph, plan, memory_bytes))
-    if not plans:
-        raise RequestError(f"no plan of {model} fits into {memory_bytes} bytes. Use more devices.")
-    cluster, _ = rehearse(PlansJob(model, inputs, plans, ROUNDS, 0, thrifty), graph, num_devices, threads)
+    job = PlansJob(model, inputs, rehearsed_plans(graph, num_devices), ROUNDS, 0, thrifty)
+    cluster, _ = rehearse(job, graph, num_devices, threads)
+    cluster = with_trials(job, graph, cluster, threads)
     _write(path, cluster)
     return cluster
 
@@ -79,6 +84,25 @@ def rehearse(
     together = {d: [e for e in events if e.get("together")] for d, events in said.items()}
     cluster = _calibrated(cluster, graph, slowest(together, "rehearsed", job.plans))
     return cluster, slowest(said, "stepped", job.stepped)
+
+
+def with_trials(job: PlansJob, graph: Graph, cluster: Cluster, threads: int = 1) -> Cluster:
+    """The cluster and how long the most promising plans really take, stepped in turns.
+
+    Forecasts err by more than such plans differ, so what was tried decides between them.
+    """
+    decision = api.choose(graph, cluster)
+    fitting = [o for o in (decision.best, *decision.others) if isinstance(o, Option) and o.fits]
+    shortest = min(option.cost.seconds for option in fitting)
+    fitting.sort(key=lambda option: option.name != "auto")  # a plan that has a name is called by it
+    promising = {o.plan: o.name for o in fitting if o.cost.seconds <= PROMISING * shortest}
+    if len(promising) < 2:
+        return cluster
+    tried = replace(job, plans=tuple(promising), rounds=TRIAL_ROUNDS)
+    said = launch("compare", encode(tried), cluster.names, threads=threads)
+    took = slowest(said, "stepped", tried.plans)
+    trials = tuple(Trial(name, plan, median(took[plan])) for plan, name in promising.items())
+    return replace(cluster, trials=tuple(sorted(trials, key=lambda trial: trial.seconds)))
 
 
 def slowest(said: dict[str, list[Event]], event: str, plans: Sequence[Plan]) -> dict[Plan, list[float]]:
@@ -110,17 +134,18 @@ def memory_of(job: MeasureJob, within: Mapping[str, Sequence[str]] | None = None
 
 
 def _calibrated(cluster: Cluster, graph: Graph, rehearsed: dict[Plan, list[float]]) -> Cluster:
-    """Times stretched so that the plans that were rehearsed among the devices take as long as they did.
+    """Latency and stretches such that the plans rehearsed among the devices take as long as they did.
 
-    The clock of a thread misses what the system does for it elsewhere, such as waking it up; and waiting for
-    each other may be foreseen too long. Each axis that was cut has a stretch of its own. Messages do not tell
-    of which they are, and take the mean.
+    The clock of a thread misses what the system does for it elsewhere. Each axis that was cut has a stretch
+    of its own. Messages do not tell of which they are, and take the mean.
     """
     took: dict[str, tuple[Lowered, float]] = {}
     for plan, seconds in rehearsed.items():
         cuts = plan.segments[0].layout.cuts  # of nearly all; where maps are single pixels, samples are cut
         if len(cuts) == 1:
             took.setdefault(_AXES[cuts[0].axis], (api.lower(graph, plan), median(seconds)))
+    if took:
+        cluster = replace(cluster, latency_s=_waking_latency(cluster, list(took.values())))
     stretches = dict.fromkeys(took, 1.0)
     for _ in range(CORRECTIONS):
         for axis, (lowered, usual) in took.items():
@@ -130,6 +155,23 @@ def _calibrated(cluster: Cluster, graph: Graph, rehearsed: dict[Plan, list[float
         profiles = tuple(replace(each, stretches=tuple(stretches.items())) for each in cluster.profiles)
         cluster = replace(cluster, profiles=profiles)
     return cluster
+
+
+def _waking_latency(cluster: Cluster, took: list[tuple[Lowered, float]]) -> float:
+    """The latency of messages for which a device waits asleep, which plans with more of them tell.
+
+    A device that plays ball hardly sleeps, and is awake sooner. What all plans take longer alike is rather a
+    stretch, but so much the less likely the larger it is.
+    """
+
+    def misfit(latency_s: float) -> float:
+        slower = replace(cluster, latency_s=latency_s)
+        longer = [log(usual / simulate(each, slower, memory=False).cost.seconds) for each, usual in took]
+        alike = sum(longer) / (len(longer) + UNLIKELY)
+        return sum((each - alike) ** 2 for each in longer) + UNLIKELY * alike**2
+
+    bounds = (cluster.latency_s, cluster.latency_s + LATEST_S)
+    return float(minimize_scalar(misfit, bounds=bounds, method="bounded", options={"xatol": 2e-5}).x)
 
 
 def profile_and_show(
@@ -149,7 +191,7 @@ def threads_each(num_devices: int) -> int:
 
 def known_local(graph: Graph, num_devices: int, *, threads: int, thrifty: bool) -> Cluster:
     """That many local devices, with what was measured of them on this model, working so, if it was."""
-    found = _read(_stored(graph, num_devices, threads, thrifty, None))
+    found = _read(_stored(graph, num_devices, threads, thrifty))
     return found if found is not None else local_cluster(num_devices)
 
 
@@ -163,13 +205,6 @@ def rehearsed_plans(graph: Graph, num_devices: int) -> tuple[Plan, ...]:
             except RequestError:  # the model cannot be cut so
                 continue
     return tuple(plans)
-
-
-def _fits(graph: Graph, plan: Plan, memory_bytes: int | None) -> bool:
-    if memory_bytes is None:
-        return True
-    cost = simulate(api.lower(graph, plan), local_cluster(len(plan.devices))).cost
-    return max(num_bytes for _, num_bytes in cost.peak_bytes) <= memory_bytes
 
 
 def _of(said: dict[str, list[Event]], event: str) -> list[Event]:
@@ -217,12 +252,12 @@ def _settled(seconds: list[float]) -> float:
 # ---- what was measured before -------------------------------------------------------------------------
 
 
-def _stored(graph: Graph, num_devices: int, threads: int, thrifty: bool, memory_bytes: int | None) -> Path:
+def _stored(graph: Graph, num_devices: int, threads: int, thrifty: bool) -> Path:
     """Where the profile of this model on this machine is kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands"
     types = sorted({layer.dtype for layer in graph.layers})  # the digest is the same for all of them
     facts: list[Any] = [FORMAT, platform.node(), torch.__version__, cores_here(), graph_digest(graph)]
-    facts += [types, num_devices, threads, thrifty, memory_bytes]
+    facts += [types, num_devices, threads, thrifty]
     return folder / f"profile-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]}.json"
 
 

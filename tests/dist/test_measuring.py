@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ def test_every_layer_and_step_of_every_usual_plan_was_measured(
             assert kind_of(layer, layer.name in lowered.regions.exchanged) in kinds
         assert {type(step).__name__.lower() for p in lowered.programs for step in p.steps} <= steps
     assert cluster.cores and 1e6 < cluster.bytes_per_s < 1e12 and 0 < cluster.latency_s < 1
+
+
+def test_promising_plans_are_tried_and_the_fastest_is_taken(
+    cluster: measuring.Cluster, graph: measuring.Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "PROMISING", 1e9)
+    job = PlansJob(MODEL, (SHAPE,), (), 0, 0)
+    trials = measuring.with_trials(job, graph, cluster).trials
+    times = [trial.seconds for trial in trials]
+    assert {"single", "batch", "rows"} <= {trial.name for trial in trials}
+    assert times == sorted(times) and times[0] > 0
+    chosen = api.choose(graph, replace(cluster, trials=trials)).best
+    assert chosen is not None and chosen.plan == trials[0].plan
 
 
 def test_convolutions_take_time_both_ways_whole_and_cut(

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from manyhands import measuring
+from manyhands.ir.cluster import Trial
 from manyhands.ir.profile import Line, Profile
 from manyhands.planning.costs import Costs
+from manyhands.planning.deciding import decide
 from tests.planning.plans import lowered, small_net
 from tests.planning.test_simulation import local, seconds, timed
 
@@ -29,6 +31,19 @@ def test_every_axis_has_a_stretch_of_its_own() -> None:
     whole = graph.layers[1]
     tile = lowered(graph, 1, "single").territory("a").computed[whole.name]
     assert Costs(after).layer("a", whole, tile) == Costs(cluster).layer("a", whole, tile) == (1.0, 2.0)
+
+
+def test_what_messages_take_longer_is_latency_and_not_a_stretch() -> None:
+    """Of two plans with as much to compute, the one with more messages took longer by as many latencies."""
+    graph = small_net()
+    cluster = timed(graph, "ab", local("ab"), 1e-3, 2e-3)
+    late = replace(cluster, latency_s=cluster.latency_s + 2e-3)
+    plans = [lowered(graph, 2, name) for name in ("batch", "rows", "channels")]
+    after = measuring._calibrated(cluster, graph, {each.plan: [seconds(each, late)] for each in plans})
+    assert after.latency_s == pytest.approx(late.latency_s, rel=0.05)
+    assert dict(after.profiles[0].stretches) == pytest.approx(
+        {"batch": 1.0, "map": 1.0, "channels": 1.0}, rel=0.03
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,3 +76,17 @@ def test_a_round_lasts_as_long_as_the_slowest_device_takes() -> None:
     said = {"a": [event("step", 1, 1.0, 5.0), event("other", 0, 9.0)], "b": [event("step", 1, 2.0, 3.0)]}
     assert measuring.slowest(said, "step", plans) == {plans[1]: [2.0, 5.0]}
     assert measuring.slowest({"b": said["b"]}, "other", plans) == {}
+
+
+def test_what_was_tried_decides_and_other_forecasts_need_to_promise_more() -> None:
+    graph = small_net()
+    cluster = timed(graph, "ab", local("ab"), 1.0, 2.0)
+    foreseen = decide(graph, cluster).best
+    slower = lowered(graph, 2, "rows").plan
+    assert foreseen is not None and foreseen.plan != slower
+    tried = Trial("rows", slower, 1.01 * foreseen.cost.seconds)
+    with_rows = decide(graph, replace(cluster, trials=(tried,))).best
+    assert with_rows is not None and with_rows.plan == slower
+    long = replace(tried, seconds=foreseen.cost.seconds / 0.8)
+    again = decide(graph, replace(cluster, trials=(long,))).best
+    assert again is not None and again.plan == foreseen.plan

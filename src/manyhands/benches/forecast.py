@@ -22,7 +22,16 @@ from manyhands.ir.codec import encode
 from manyhands.ir.graph import Convolve, Graph
 from manyhands.ir.plan import Cost, Plan
 from manyhands.measurements import PlansJob
-from manyhands.measuring import CUTS, ROUNDS, graph_of, memory_of, rehearse, rehearsed_plans, slowest
+from manyhands.measuring import (
+    CUTS,
+    ROUNDS,
+    graph_of,
+    memory_of,
+    rehearse,
+    rehearsed_plans,
+    slowest,
+    with_trials,
+)
 from manyhands.planning.strategies import NAMES
 from manyhands.runtime.ranks import launch
 from manyhands.tasks import MeasureJob
@@ -145,7 +154,7 @@ def run(
                 rows.append(Row(model, count, strategy, plan in known, foreseen, middle, spread, peaks))
             if regret:
                 progress(f"{where}: auto and every named plan, in turns")
-                choices.append(_choice(model, shape, graph, cluster, rounds))
+                choices.append(_choice(model, shape, graph, with_trials(job, graph, cluster), rounds))
     return Result(tuple(rows), tuple(choices))
 
 

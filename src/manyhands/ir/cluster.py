@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from manyhands.ir.plan import Plan
 from manyhands.ir.profile import BARE_BYTES, Profile
 
 FIRST_PORT, NUM_PORTS = 20_000, 40_000  # where a meeting's port is looked for: 20000 to 59999
@@ -38,6 +39,15 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan that was stepped on a cluster, in turns with others, and the seconds of a step."""
+
+    name: str  # its strategy; `auto` if a search found it
+    plan: Plan
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices, the usual rate and latency between two of them, and the links that differ.
 
@@ -53,6 +63,7 @@ class Cluster:
     shared_bytes_per_s: float | None = None
     cores: int | None = None
     profiles: tuple[Profile, ...] = ()  # of the model at hand, where it was measured
+    trials: tuple[Trial, ...] = ()  # of plans for it
 
     @property
     def meeting_port(self) -> int:

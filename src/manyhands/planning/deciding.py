@@ -21,7 +21,7 @@ from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
 QUICK = 250  # layers times devices, up to which memory is followed although nothing limits it
-TRUST = 0.85  # a mixture must promise as much less than a named plan, where times were measured: they err
+TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
 MARGIN = 1.03  # of memory, over what is foreseen
 TRIES = 4  # to find a plan that fits, each with a tighter limit
 
@@ -81,9 +81,17 @@ def decide(
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
-    trust = TRUST if cluster.profiles else 1.0
-    best = min(fitting, key=lambda o: o.cost.seconds / (trust if o.mixed else 1.0), default=None)
+    best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     return Decision(best, (*named, *(option for option in found if option is not best)))
+
+
+def _rank(option: Option, cluster: Cluster) -> float:
+    """The seconds by which a plan is compared: those of its trial, or as foreseen, with caution."""
+    tried = {trial.plan: trial.seconds for trial in cluster.trials}
+    if option.plan in tried:
+        return tried[option.plan]
+    doubtful = bool(tried) or (bool(cluster.profiles) and option.mixed)
+    return option.cost.seconds / (TRUST if doubtful else 1.0)
 
 
 class _Decider:
@@ -108,7 +116,9 @@ class _Decider:
             found = self.chooser.search(layouts, limits)
             if found is None:
                 break
-            option = self.foresee("auto", found.plan)
+            alone = len(found.plan.devices) == 1  # then nothing is gained by cutting it into segments
+            plan = plan_by_name(self.graph, found.plan.devices, "single") if alone else found.plan
+            option = self.foresee("auto", plan)
             options.append(option)
             if option.fits or limits is None:
                 break

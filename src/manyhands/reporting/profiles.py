@@ -26,10 +26,21 @@ def profile_view(model: str, cluster: Cluster) -> RenderableType:
     if left := len(heaviest) - SHOWN:
         table.caption = f"and {max(left, 0)} more" if left > 0 else None
     network = (
-        f"Messages: {duration(cluster.latency_s)} latency, {amount(cluster.bytes_per_s)}/s; "
+        f"Messages: {duration(cluster.latency_s)} until who waits goes on, {amount(cluster.bytes_per_s)}/s; "
         f"a bare process takes {amount(profile.bare_bytes)}."
     )
-    return Group(table, Text(network))
+    return Group(table, Text(network), *([_trials(cluster)] if cluster.trials else []))
+
+
+def _trials(cluster: Cluster) -> Table:
+    table = Table(
+        title="The most promising plans, stepped in turns: the fastest is taken", title_justify="left"
+    )
+    for heading in ("plan", "devices", "a step"):
+        table.add_column(heading)
+    for trial in cluster.trials:
+        table.add_row(trial.name, str(len(trial.plan.devices)), duration(trial.seconds))
+    return table
 
 
 def _name(timing: Timing) -> str:
