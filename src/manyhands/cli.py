@@ -25,7 +25,13 @@ app.add_typer(bench, name="bench")
 Model = Annotated[str, typer.Argument(help="A zoo name (see `manyhands models`) or file.py:function.")]
 Input = Annotated[str | None, typer.Option("--input", help="One image: channels x rows x columns.")]
 BatchSize = Annotated[int, typer.Option("--batch", min=1, help="Images in a step, all devices together.")]
-ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="Cluster file (TOML).")]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", envvar="MANYHANDS_CLUSTER", help="Cluster file (TOML).")
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option("--as", envvar="MANYHANDS_AS", help="Which device of the cluster file this machine is."),
+]
 Devices = Annotated[int | None, typer.Option("--devices", help="That many local processes instead.")]
 Strategy = Annotated[
     str,
@@ -41,15 +47,21 @@ Fuse = Annotated[
 Memory = Annotated[str | None, typer.Option("--memory", help="Limit of each device: 900MB.")]
 
 
+INTERRUPTED = 130  # the exit code that typer makes of Ctrl-C
+
+
 def main() -> None:
     """Run a command; a mistake is one line and an exit code, never a traceback."""
     signal.signal(signal.SIGTERM, lambda number, frame: _fail("stopped", 128 + number))  # tidying up first
     try:
-        sys.exit(app(standalone_mode=False))  # what a command's typer.Exit says, or nothing
+        code = app(standalone_mode=False)  # what a command's typer.Exit says, or nothing
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.exit(code)
     except ManyhandsError as error:
         _fail(str(error), 2 if isinstance(error, RequestError) else 1)
     except KeyboardInterrupt:
-        _fail("stopped", 130)
+        _fail("stopped", INTERRUPTED)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own: an unknown option, a missing argument
             _fail(error.format_message(), 2)
@@ -111,9 +123,7 @@ def models(as_json: Json = False) -> None:
 @app.command()
 def profile(
     cluster: ClusterFile = None,
-    name: Annotated[
-        str | None, typer.Option("--as", help="Which device of the cluster file this machine is.")
-    ] = None,
+    name: DeviceName = None,
     devices: Devices = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads of each process; else as `train` has.")
@@ -219,9 +229,7 @@ def verify(
 def train(
     job: Annotated[Path, typer.Argument(help="Job file (TOML); docs/training.md has all keys.")],
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    name: Annotated[
-        str | None, typer.Option("--as", help="Which device of the cluster file this machine is.")
-    ] = None,
+    name: DeviceName = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Show what will be used, and stop.")
     ] = False,
@@ -238,6 +246,40 @@ def train(
     from manyhands.training.showing import train_and_show
 
     train_and_show(read, name, resume=resume, quiet=quiet, as_json=as_json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def emulate(
+    context: typer.Context,
+    cluster: Annotated[
+        Path, typer.Argument(help="Cluster file: devices with a board, or gflops and memory.")
+    ],
+    dilate: Annotated[
+        float | None,
+        typer.Option("--dilate", min=0.001, help="Devices and links so much faster; else as fast as can be."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plain local processes: no limits, no root, nothing emulated.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a command on every device of an emulated cluster: emulate CLUSTER.toml -- manyhands train JOB.toml.
+
+    Every device is a network namespace with a wire of limited rate, and a control group with its part of a
+    core and its memory (Linux, root). The command finds the cluster in MANYHANDS_CLUSTER, its own name in
+    MANYHANDS_AS. All is taken down in the end.
+    """
+    if not context.args:
+        raise RequestError("what is to run? For example: emulate CLUSTER.toml -- manyhands train JOB.toml")
+    from manyhands import emulating
+    from manyhands.reporting.emulated import console, outcomes_view
+
+    if plain:
+        print("not emulated: plain local processes without limits", file=sys.stderr)
+        raise typer.Exit(emulating.run_plain(cluster, context.args))
+    outcomes = emulating.run(cluster, context.args, dilate, console(sys.stderr if as_json else sys.stdout))
+    print(json.dumps(emulating.to_json(outcomes))) if as_json else show(outcomes_view(outcomes))
+    raise typer.Exit(next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

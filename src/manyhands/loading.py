@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manyhands import models
+from manyhands.emulation.boards import BOARDS, Board
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device, Link, cores_here, local_cluster
 from manyhands.ir.codec import decode
@@ -98,6 +99,7 @@ def parse_inputs(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(shapes)
 
 
+GFLOPS = 4.0  # of a device of which nothing is known
 _BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -141,22 +143,32 @@ class DeviceTable(_Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     address: str | None = None
     memory: str | None = None
-    gflops: float = Field(default=4.0, gt=0)
+    board: str | None = None  # one of those that can be emulated: has speed and memory, where not said
+    gflops: float | None = Field(default=None, gt=0)
     memory_bandwidth: str = "2GB/s"
     launch: str = "50us"
     bare: str = f"{BARE_BYTES // 10**6}MB"
 
     @property
     def as_device(self) -> Device:
+        board = _board(self.board)
+        gflops = self.gflops or (board.gflops if board else GFLOPS)
         return Device(
             self.name,
             self.address,
-            parse_bytes(self.memory) if self.memory else None,
-            self.gflops * 1e9,
+            parse_bytes(self.memory) if self.memory else board.memory_bytes if board else None,
+            gflops * 1e9,
             _above_zero("memory_bandwidth", self.memory_bandwidth, parse_byte_rate(self.memory_bandwidth)),
             parse_seconds(self.launch),
             int(_above_zero("bare", self.bare, parse_bytes(self.bare))),
         )
+
+
+def _board(name: str | None) -> Board | None:
+    if name is None or name in BOARDS:
+        return None if name is None else BOARDS[name]
+    known = ", ".join(BOARDS)
+    raise RequestError(f"there is no board {name!r}.{nearest(name, list(BOARDS))} There are {known}.")
 
 
 class _RateTable(_Strict):

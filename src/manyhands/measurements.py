@@ -29,7 +29,6 @@ from manyhands.tasks import connect, examples, mean_square
 from manyhands.tracing.graphs import Traced, trace
 
 SMALL_BYTES, LARGE_BYTES, NUM_SMALL, NUM_LARGE = 1 << 10, 1 << 20, 100, 20
-TURNS = 3  # of every plan in a rehearsal: a machine is not equally fast all the time
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
 Told = TypeVar("Told")
 Kind = TypeVar("Kind", bound=Worker)
@@ -46,9 +45,10 @@ class PlansJob:
     seed: int
     thrifty: bool = False
     stepped: tuple[Plan, ...] = ()  # in the turns of a rehearsal, stepped as in training
+    turns: int = 3  # of every plan in a rehearsal: a machine is not equally fast all the time
 
 
-class _Part:
+class Part:
     """This process's part of a plan, and what was measured of it in the turns so far.
 
     In which order numbers lie is decided once, as in training, and not anew in every turn.
@@ -107,12 +107,12 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
     say("bare", num_bytes=current_memory())
     alone = torch.get_num_threads() > 1
     rehearsed = {
-        number: _Part(traced, plan, plan.devices[place.rank % len(plan.devices)], given)
+        number: Part(traced, plan, plan.devices[place.rank % len(plan.devices)], given)
         for number, plan in enumerate(given.plans)
         if plan.devices[1:] or not place.rank  # who computes alone is not disturbed by the others
     }
     stepped = _own_parts(given.stepped, traced, place, given)
-    for turn in range(TURNS):
+    for turn in range(given.turns):
         for number, plan in enumerate(given.plans):
             if number not in rehearsed:
                 _look_on(given)
@@ -121,7 +121,7 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
             worker = part.worker(Rehearsal, gloo if together else Silence())
             worker.clock = time.perf_counter if alone else time.thread_time
             part.rounds += part.run(worker.rehearse)
-            if turn == TURNS - 1:
+            if turn == given.turns - 1:
                 layers, steps = worker.samples(part.rounds)
                 samples = {"layers": encode(layers), "steps": encode(steps)}
                 say("rehearsed", plan=number, together=together, seconds=part.seconds, **samples)
@@ -144,10 +144,10 @@ def _begin(job: dict[str, Any], place: Place) -> tuple[PlansJob, Gloo, Traced]:
     return given, gloo, trace(load_model(given.model, seed=given.seed), example)
 
 
-def _own_parts(plans: tuple[Plan, ...], traced: Traced, place: Place, given: PlansJob) -> dict[int, _Part]:
+def _own_parts(plans: tuple[Plan, ...], traced: Traced, place: Place, given: PlansJob) -> dict[int, Part]:
     """By number, of those plans that this process takes part in."""
     return {
-        number: _Part(traced, plan, place.device, given)
+        number: Part(traced, plan, place.device, given)
         for number, plan in enumerate(plans)
         if place.device in plan.devices
     }

@@ -79,7 +79,7 @@ def rehearse(
     cluster = local_cluster(num_devices)
     said = launch("rehearse", encode(job), cluster.names, threads=threads)
     cluster, wire = _link(cluster, _of(said, "exchanged"))
-    profile = _profile(said, graph.layers[0].shape[0], threads, job.thrifty, wire)
+    profile = profile_of(said, graph.layers[0].shape[0], threads, job.thrifty, wire)
     cluster = replace(cluster, profiles=tuple(replace(profile, device=name) for name in cluster.names))
     together = {d: [e for e in events if e.get("together")] for d, events in said.items()}
     cluster = _calibrated(cluster, graph, slowest(together, "rehearsed", job.plans))
@@ -211,7 +211,7 @@ def _of(said: dict[str, list[Event]], event: str) -> list[Event]:
     return [item for events in said.values() for item in events if item["event"] == event]
 
 
-def _profile(
+def profile_of(
     said: dict[str, list[Event]], batch: int, threads: int, thrifty: bool, wire: tuple[Line, ...]
 ) -> Profile:
     """One profile from what all processes said, since the devices are alike."""
@@ -242,6 +242,11 @@ def _link(cluster: Cluster, exchanged: list[Event]) -> tuple[Cluster, tuple[Line
     rate = (LARGE_BYTES - SMALL_BYTES) / max(_settled([max(pair) for pair in both_ways]) - latency, 1e-9)
     lines = fit_lines(decode(StepSample, item) for event in exchanged for item in event["samples"])
     return replace(cluster, latency_s=latency, bytes_per_s=rate), lines
+
+
+def wire_lines(said: dict[str, list[Event]]) -> tuple[Line, ...]:
+    """What messages cost the time of two processes that exchanged some."""
+    return _link(local_cluster(2), _of(said, "exchanged"))[1]
 
 
 def _settled(seconds: list[float]) -> float:

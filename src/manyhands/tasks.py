@@ -230,6 +230,13 @@ def compare(job: dict[str, Any], place: Place) -> None:
     run(job, place)
 
 
+def race(job: dict[str, Any], place: Place) -> None:
+    """Steps of plans and of other ways to train, in turn, timed."""
+    from manyhands.racing import take_part
+
+    take_part(job, place)
+
+
 TASKS: dict[str, Callable[[Any, Place], None]] = {"verify": verify, "demo": demo, "measure": measure}
 TASKS |= {"plain": measure_plain, "train": train, "survey": survey}
-TASKS |= {"rehearse": rehearse, "compare": compare}
+TASKS |= {"rehearse": rehearse, "compare": compare, "race": race}

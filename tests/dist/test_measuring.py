@@ -14,7 +14,7 @@ from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.graph import Convolve
 from manyhands.ir.profile import kind_of
 from manyhands.loading import load_model
-from manyhands.measurements import TURNS, PlansJob
+from manyhands.measurements import PlansJob
 from manyhands.planning.costs import Costs
 from manyhands.runtime.ranks import launch
 
@@ -104,7 +104,7 @@ def test_plans_are_stepped_in_the_turns_of_a_rehearsal(graph: measuring.Graph) -
         PlansJob(MODEL, (SHAPE,), plans, 2, 0, stepped=(single, plans[1])), graph, 2
     )
     assert set(took) == {single, plans[1]}
-    assert all(len(seconds) == 2 * TURNS and min(seconds) > 0 for seconds in took.values())
+    assert all(len(seconds) == 2 * PlansJob.turns and min(seconds) > 0 for seconds in took.values())
     assert {axis for axis, _ in cluster.profiles[0].stretches} == {"batch"}
 
 

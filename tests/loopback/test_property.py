@@ -8,10 +8,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from manyhands.planning import lowering, weights
 from tests.loopback.trials import compare_case, draw, miscounted, rounding_explains
 
 EXCUSED = "not exact, by rounding that plain PyTorch shows here too"
 SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST = 60, 8, 38
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that even small networks have several, and weights change while others still flow back."""
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(lowering, "LEAST_IN_FLIGHT", 0)
 
 
 @pytest.fixture(autouse=True)

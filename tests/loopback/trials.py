@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -32,6 +32,7 @@ from tests.loopback.random_models import random_model
 from tests.loopback.random_plans import Wish, random_wish
 
 STEPS = 3
+IN_FLIGHT = (0, 400, 64 << 20)  # bytes: weights change in the end, in the midst of backward, or after it
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def draw(seed: int) -> Case | None:
     except RequestError as error:
         assert "nothing to do" in str(error) or "cannot be cut" in str(error), f"seed {seed}: {error}"
         return None
+    chosen = replace(chosen, in_flight_bytes=Random(seed).choice(IN_FLIGHT))
     return Case(seed, model, traced, wish, chosen, make_trial(traced.graph, example, steps=STEPS))
 
 

@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from manyhands.benches.races import add_to
 from manyhands.consoles import Json, busy, show
 
 bench = typer.Typer(help="Reproduce a table or figure.", no_args_is_help=True)
+add_to(bench)
 
 
 @bench.command()

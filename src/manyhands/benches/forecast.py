@@ -44,6 +44,7 @@ MODELS = (
 )
 MEDIAN, WORST = 0.10, 0.25  # of the errors in time
 MEMORY_MEDIAN, MEMORY_WORST, MEMORY_UNDER = 0.05, 0.10, 0.05
+LIMITS = f" (limits {MEDIAN:.0%} and {WORST:.0%})", f" (limit {MEDIAN:.0%} of the median)"
 PLENTY = 10**12
 REGRET = 1.05  # of the chosen plan over the best named one
 
@@ -111,8 +112,9 @@ class Result:
 
     @property
     def within(self) -> bool:
+        """The worst error counts for the usual cuts, which a profile rehearses; the median for all."""
         groups = self.errors(rehearsed=True), self.errors(rehearsed=False)
-        time = all(statistics.median(group) <= MEDIAN and max(group) <= WORST for group in groups)
+        time = all(statistics.median(group) <= MEDIAN for group in groups) and max(groups[0]) <= WORST
         memory = not self.memory_errors or (
             statistics.median(map(abs, self.memory_errors)) <= MEMORY_MEDIAN
             and max(map(abs, self.memory_errors)) <= MEMORY_WORST
@@ -178,7 +180,7 @@ def _choice(model: str, shape: tuple[int, ...], graph: Graph, cluster: Cluster, 
     plans = {"auto": api.plan(graph, cluster)}
     for strategy in NAMES:
         with suppress(RequestError):  # the model cannot be cut so
-            plans[strategy] = api.plan(graph, cluster, strategy)
+            plans[strategy] = api.plan(graph, 1 if strategy == "single" else cluster, strategy)
     different = tuple(dict.fromkeys(plans.values()))  # a plan that is chosen may be a named one
     said = launch("compare", encode(PlansJob(model, (shape,), different, rounds, 0)), cluster.names)
     took = slowest(said, "stepped", different)
@@ -214,10 +216,11 @@ def table(result: Result) -> Group:
             " ".join(f"{error:+.1%}" for error in row.memory_errors),
         )
     lines = [
-        f"time, plans {name}: median error {statistics.median(errors):.1%} (limit {MEDIAN:.0%}), "
-        f"worst {max(errors):.1%} (limit {WORST:.0%}), over {len(errors)} plans"
+        f"time, plans {name}: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, "
+        f"over {len(errors)} plans"
         for name, errors in _groups(result).items()
     ]
+    lines = [line + limit for line, limit in zip(lines, LIMITS, strict=True)]
     if errors := result.memory_errors:
         lines.append(
             f"memory: median error {statistics.median(map(abs, errors)):.1%} (limit {MEMORY_MEDIAN:.0%}), "

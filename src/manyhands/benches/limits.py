@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -111,7 +110,7 @@ def _peaks(job: MeasureJob, limits: tuple[int, ...]) -> tuple[int, ...]:
     """Peak of each process; where there are limits, every one is in a group of its own that keeps it."""
     with ExitStack() as groups:
         within = {
-            device: groups.enter_context(limited(f"manyhands-{os.getpid()}-{device}", limit))
+            device: groups.enter_context(limited(device, memory_bytes=limit)).before
             for device, limit in zip(job.plan.devices, limits, strict=False)
         }
         facts = memory_of(job, within)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from manyhands.ir.geometry import Layout
 
+LEAST_IN_FLIGHT = 4 << 20  # bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -35,12 +37,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which devices compute which layers in which layout. `graph` is the digest of the graph it is for."""
+    """Which devices compute which layers in which layout. `graph` is the digest of the graph it is for.
+
+    `in_flight_bytes` may be on their way out of a device while it goes on computing; they are held in memory.
+    With more than the least, weights are changed and sent back as soon as their gradients are there.
+    """
 
     graph: str
     batch: int
     devices: tuple[str, ...]
     segments: tuple[Segment, ...]
+    in_flight_bytes: int = LEAST_IN_FLIGHT
 
     @property
     def exact(self) -> bool:

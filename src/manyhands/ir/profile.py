@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhands.ir.graph import Layer
 
@@ -80,6 +80,20 @@ class Profile:
     timings: tuple[Timing, ...]
     lines: tuple[Line, ...]
     stretches: tuple[tuple[str, float], ...] = ()  # of what is done among others, by the axis that is cut
+
+    def slower(self, factor: float) -> Profile:
+        """Of a device that takes so many times as long for everything."""
+        return replace(
+            self,
+            timings=tuple(
+                replace(t, forward_s=factor * t.forward_s, backward_s=factor * t.backward_s)
+                for t in self.timings
+            ),
+            lines=tuple(
+                replace(line, fixed_s=factor * line.fixed_s, per_byte_s=factor * line.per_byte_s)
+                for line in self.lines
+            ),
+        )
 
 
 def kind_of(layer: Layer, exchanged: bool = False) -> str:

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from manyhands.ir.geometry import Tile
 
-SENDING_BYTES = 4 << 20  # what may be on its way out while computing goes on; it is held in memory
+NO_BUCKET = -1
 
 
 class Content(Enum):
@@ -191,10 +191,12 @@ class Square:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Clip, if asked to, and let the optimiser step."""
+    """Let the optimiser change what this device owns: of a bucket, of no bucket, or all, clipped if asked."""
+
+    bucket: int | None = None
 
     def __str__(self) -> str:
-        return "update"
+        return "update" if self.bucket is None else f"update {self.bucket}"
 
 
 Step = (
@@ -293,7 +295,7 @@ def parse_step(text: str, device: str) -> Step:
         case "square":
             return Square()
         case "update":
-            return Update()
+            return Update(int(rest) if rest else None)
         case _:
             raise ValueError(f"not a step: {text!r}")
 

@@ -105,3 +105,14 @@ class PlanPicture:
     inputs: tuple[CutMap, ...]
     segments: tuple[DrawnSegment, ...]  # as in the facts
     loss_received: tuple[tuple[str, int], ...]  # bytes that reach each device for the sake of the loss
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command came to on one emulated device."""
+
+    device: str
+    exit_code: int
+    cores: float  # of the machine, at most
+    sent_bytes: int
+    peak_bytes: int | None  # of all its processes, files in memory included

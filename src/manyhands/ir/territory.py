@@ -78,3 +78,4 @@ class Territory:
     inputs: tuple[Tile, ...]  # of the batch: what is read here of each input of the model
     owned: tuple[Piece, ...]  # of the trainable weights: what the optimiser of this device changes
     buckets: dict[int, Bucket]  # those in which this device has a part
+    in_flight_bytes: int  # that may be on their way out while it goes on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
 QUICK = 250  # layers times devices, up to which memory is followed although nothing limits it
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
+IN_FLIGHT = (16 << 20, 64 << 20)  # bytes on their way at a time, to be tried
+WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
 TRIES = 4  # to find a plan that fits, each with a tighter limit
 
@@ -82,6 +84,7 @@ def decide(
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
+    best = decider.with_room(best) if best is not None else None
     return Decision(best, (*named, *(option for option in found if option is not best)))
 
 
@@ -127,6 +130,14 @@ class _Decider:
                 counted = min(limits[index], found.peak_bytes[index])
                 limits[index] = max(counted - (MARGIN * needed - limit), 0)
         return options
+
+    def with_room(self, option: Option) -> Option:
+        """The same with more on its way at a time, where that is foreseen to help and fits."""
+        for size in IN_FLIGHT if option.simulated and option.plan.devices[1:] else ():
+            roomy = self.foresee(option.name, replace(option.plan, in_flight_bytes=size))
+            if roomy.fits and roomy.cost.seconds < WORTH * option.cost.seconds:
+                option = roomy
+        return option
 
     def named(self, name: str) -> Option | Refused:
         """A named strategy on all devices, with the best shares; `single` on the fastest device."""

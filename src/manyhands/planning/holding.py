@@ -14,7 +14,7 @@ from math import prod
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Constant, Convolve, Deconvolve, Input, Layer, Statistic
 from manyhands.ir.program import (
-    SENDING_BYTES,
+    NO_BUCKET,
     Backward,
     Content,
     Correct,
@@ -87,7 +87,7 @@ class Holding:
         )
         self.arriving: dict[int, tuple[Message, Block]] = {}
         self.sending: deque[Block] = deque()
-        self.sending_bytes = 0
+        self.sending_bytes, self.in_flight_bytes = 0, lowered.plan.in_flight_bytes
 
     def run(self, num_steps: int, optimiser_slots: float, optimiser_copies: float) -> int:
         """Bytes at the worst moment of some steps. One alone is taken to be the second: there is state."""
@@ -151,8 +151,9 @@ class Holding:
             case Square():  # in float64, and that squared
                 self.slopes.settle()
                 self.ledger.touch(4 * self.slopes.largest_bytes)
-            case Update():
-                self.slopes.settle()
+            case Update(bucket):
+                if bucket is None or bucket == NO_BUCKET:
+                    self.slopes.settle()
                 self.slopes.hold_state(self.optimiser_slots)
                 self.ledger.touch(int(self.optimiser_copies * self.slopes.largest_bytes))
             case _:
@@ -359,7 +360,7 @@ class Holding:
         for awaited, block in self.arriving.values() if of_weights else ():
             if awaited.content is message.content and not block.holders:
                 self.ledger.hold(block)
-        self._wait_for_sent(SENDING_BYTES)
+        self._wait_for_sent(self.in_flight_bytes)
 
     def _wait_for_sent(self, limit_bytes: int) -> None:
         while self.sending and self.sending_bytes >= limit_bytes:

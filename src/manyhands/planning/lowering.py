@@ -8,8 +8,9 @@ from itertools import count
 
 from manyhands.ir.geometry import Tile, Transfer, transfers
 from manyhands.ir.graph import Graph, Layer, Statistic
-from manyhands.ir.plan import Plan
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Plan
 from manyhands.ir.program import (
+    NO_BUCKET,
     Backward,
     Content,
     Correct,
@@ -36,7 +37,7 @@ from manyhands.planning.liveness import Liveness, reads
 from manyhands.planning.territories import statistic_domains, territory
 from manyhands.planning.weights import all_held, buckets_after
 
-IN_FLIGHT = 2  # buckets of gradients on their way before the oldest is waited for
+IN_FLIGHT = 2  # times the bytes of gradients, or of weights, on their way before the oldest is waited for
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Lowered:
     programs: tuple[Program, ...]
 
     def territory(self, device: str) -> Territory:
-        return territory(self.program(device), self.graph, self.regions, self.holders, self.buckets)
+        program, room = self.program(device), self.plan.in_flight_bytes
+        return territory(program, self.graph, self.regions, self.holders, self.buckets, room)
 
     def program(self, device: str) -> Program:
         return next(program for program in self.programs if program.device == device)
@@ -78,6 +80,10 @@ class Lowering:
         self.tags = count()
         self.buckets = buckets_after(graph, self.holders, self.chunks)
         self.bucket_messages: dict[tuple[int, Content], list[Message]] = {}
+        self.early = plan.in_flight_bytes > LEAST_IN_FLIGHT and not clip
+        self.given: list[Bucket] = []  # whose gradients are on their way
+        self.collected: list[Bucket] = []  # whose gradients have come
+        self.shared: list[Bucket] = []  # whose weights are on their way
         self.values = {c.index: self._value_messages(c) for c in (*self.chunks, self.loss)}
         self.moments = {c.index: self._moment_messages(c) for c in (*self.chunks, self.loss)}
 
@@ -89,21 +95,19 @@ class Lowering:
             self._after(chunk)
         for device in self._holders():
             self.steps[device].append(Loss())
-        given: list[Bucket] = []
         for chunk in reversed(self.chunks):
             self._backward(chunk)
             for bucket in self.buckets[chunk.index]:
                 self._give(bucket)
-                given.append(bucket)
-                if len(given) > IN_FLIGHT:
-                    self._receive(self._bucket_messages(given[-1 - IN_FLIGHT], Content.SLOPES))
-        for bucket in given[-IN_FLIGHT:]:
-            self._receive(self._bucket_messages(bucket, Content.SLOPES))
+                self.given.append(bucket)
+                self._collect(IN_FLIGHT * self.plan.in_flight_bytes)
+        self._collect(0)
         if self.clip:
             self._square()
         for device in self.plan.devices:
-            self.steps[device].append(Update())
-        self._share(given)
+            self.steps[device].append(Update(NO_BUCKET if self.early else None))
+        self._share([] if self.early else self.collected)
+        self._receive_weights(0)
         return tuple(
             Program(device, Liveness(self.graph, self.regions, device).with_drops(steps))
             for device, steps in self.steps.items()
@@ -273,6 +277,19 @@ class Lowering:
         for device, _ in bucket.parts:
             self.steps[device].append(Fold(bucket.index))
 
+    def _collect(self, most_bytes: int) -> None:
+        """Wait for the oldest gradients while more than this is on its way; early, the weights follow."""
+        while self.given and _total_bytes(self.given[:-1] if most_bytes else self.given) > most_bytes:
+            bucket = self.given.pop(0)
+            self._receive(self._bucket_messages(bucket, Content.SLOPES))
+            self.collected.append(bucket)
+            if self.early:
+                for device, part in bucket.parts:
+                    if part:
+                        self.steps[device].append(Update(bucket.index))
+                self._share([bucket])
+                self._receive_weights(most_bytes)
+
     def _square(self) -> None:
         """Everybody learns the norm of all gradients, from everybody's own."""
         devices, nothing = self.plan.devices, Tile(())
@@ -295,8 +312,17 @@ class Lowering:
         for message in messages:
             self.steps[message.target].append(Expect(message))
         self._send(messages)
-        self._receive(messages)
+        self.shared += given
+
+    def _receive_weights(self, most_bytes: int) -> None:
+        """Wait for the oldest weights while more than this is on its way."""
+        while self.shared and _total_bytes(self.shared[:-1] if most_bytes else self.shared) > most_bytes:
+            self._receive(self._bucket_messages(self.shared.pop(0), Content.WEIGHTS))
 
     def _receive(self, messages: Iterable[Message]) -> None:
         for message in messages:
             self.steps[message.target].append(Receive(message))
+
+
+def _total_bytes(buckets: list[Bucket]) -> int:
+    return sum(bucket.num_bytes(owner) for bucket in buckets for owner, _ in bucket.parts)

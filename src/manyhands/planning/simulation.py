@@ -13,7 +13,6 @@ import numpy as np
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.plan import Cost, Kept
 from manyhands.ir.program import (
-    SENDING_BYTES,
     Backward,
     Forward,
     Message,
@@ -68,7 +67,13 @@ def simulate(
     costs, medium = Costs(cluster), _Medium(cluster.shared_bytes_per_s)
     owned = owned_bytes(lowered.graph, lowered.holders, lowered.buckets)
     devices = [
-        _Clock(program, _step_seconds(lowered, program, owned.get(program.device, 0), costs), costs, medium)
+        _Clock(
+            program,
+            _step_seconds(lowered, program, owned.get(program.device, 0), costs),
+            costs,
+            medium,
+            lowered.plan.in_flight_bytes,
+        )
         for program in lowered.programs
     ]
     _run(devices, medium.shared)
@@ -159,9 +164,12 @@ class _Port:
 class _Clock:
     """One device's time."""
 
-    def __init__(self, program: Program, seconds: list[float], costs: Costs, medium: _Medium) -> None:
+    def __init__(
+        self, program: Program, seconds: list[float], costs: Costs, medium: _Medium, in_flight_bytes: int
+    ) -> None:
         self.name, self.steps, self.position = program.device, program.steps, 0
         self.seconds, self.costs, self.medium = seconds, costs, medium
+        self.in_flight_bytes = in_flight_bytes
         self.now = costs.begin(self.name)
         self.began_s = 0.0
         self.link_free_s = 0.0
@@ -220,7 +228,7 @@ class _Clock:
         self.link_free_s = leaves
         self.sending.append((leaves, message.num_bytes))
         self.sending_bytes += message.num_bytes
-        while self.sending_bytes >= SENDING_BYTES:
+        while self.sending_bytes >= self.in_flight_bytes:
             oldest, num_bytes = self.sending.popleft()
             self.sending_bytes -= num_bytes
             self._wait(oldest)

@@ -82,6 +82,7 @@ def territory(
     regions: Assignment,
     holders: dict[str, dict[str, Tile]],
     buckets: tuple[Bucket, ...],
+    in_flight_bytes: int,
 ) -> Territory:
     """What this program's device has to know."""
     device, layers = program.device, graph.by_name()
@@ -105,4 +106,5 @@ def territory(
         inputs=input_tiles(graph, {name: tiles[device] for name, tiles in regions.computed.items()}),
         owned=owned_pieces(graph, holders, buckets, device),
         buckets={bucket.index: bucket for bucket in buckets if device in dict(bucket.parts)},
+        in_flight_bytes=in_flight_bytes,
     )

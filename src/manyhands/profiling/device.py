@@ -84,6 +84,17 @@ def measure_device(
     )
 
 
+def core_flops_per_s(seconds: float = 1.0) -> float:
+    """Of convolutions on one core of this machine, at its best."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        (rounds,) = _alternate((_convolution(),), seconds)
+    finally:
+        torch.set_num_threads(threads)
+    return rounds.flops / min(rounds.seconds)
+
+
 def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()

@@ -61,6 +61,7 @@ def launch(
     facts: dict[str, str] | None = None,
     join_timeout_s: float = JOIN_TIMEOUT_S,
     within: Mapping[str, Sequence[str]] | None = None,
+    interface: str = "lo",
 ) -> dict[str, list[Event]]:
     """Run a task on one process a device and return what each said. Raises when any of them fails.
 
@@ -68,12 +69,13 @@ def launch(
     call with their names. The run begins when all are there, and is refused everywhere if one brings other
     `facts` than the first. While it waits, every process says {"event": "waiting", "missing": [...]}.
 
-    `within` has, by device, what to put before the command of its process, such as what limits its memory.
+    `within` has, by device, what to put before the command of its process, such as what limits its memory or
+    puts it into a network of its own; `interface` is then where such processes reach each other.
 
     A process watches its standard input: when the starter is gone, however it went, so is the process.
     """
     common = {"task": task, "job": job, "devices": devices, "threads": threads, "timeout_s": timeout_s}
-    chosen = dict.fromkeys(devices, "lo")
+    chosen = dict.fromkeys(devices, interface)
     if here is not None:
         if cluster is None:
             raise ValueError("devices of several machines need the cluster with their addresses")
@@ -83,11 +85,11 @@ def launch(
         spoken: queue.Queue[tuple[Rank, Event | None]] = queue.Queue()
         ranks = []
         try:
-            for device, interface in chosen.items():
+            for device, own in chosen.items():
                 spec = common | {"rank": devices.index(device), "store": f"{folder}/store"}
                 before = (within or {}).get(device, ())
                 errors = Path(folder) / f"{device}.err"
-                ranks.append(_start(device, spec, interface, errors, spoken, before))
+                ranks.append(_start(device, spec, own, errors, spoken, before))
             _listen(ranks, spoken, on_event)
         finally:
             _end(ranks)

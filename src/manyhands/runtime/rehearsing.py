@@ -26,7 +26,7 @@ class Silence:
     """A transport to nowhere: what is sent is forgotten, what is expected is zeros and there at once."""
 
     def __init__(self) -> None:
-        self.sent_bytes = 0
+        self.sent_bytes, self.in_flight_bytes = 0, 0
         self.fresh: list[Tensor] = []  # expected, and not filled yet
 
     def send(self, tensor: Tensor, target: str, tag: int) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.errors import DeviceLost
-from manyhands.ir.program import SENDING_BYTES
+from manyhands.ir.plan import LEAST_IN_FLIGHT
 
 
 class Pending(Protocol):
@@ -24,6 +24,7 @@ class Transport(Protocol):
     """Messages by tag between named devices."""
 
     sent_bytes: int
+    in_flight_bytes: int  # that may be on their way out before sending waits
 
     def send(self, tensor: Tensor, target: str, tag: int) -> None:
         """Start sending; the tensor is not changed by anybody afterwards."""
@@ -41,6 +42,7 @@ class Gloo:
     def __init__(self, device: str, devices: tuple[str, ...], timeout_s: float) -> None:
         self.device, self.ranks = device, {name: rank for rank, name in enumerate(devices)}
         self.timeout_s, self.sent_bytes, self.sending_bytes = timeout_s, 0, 0
+        self.in_flight_bytes = LEAST_IN_FLIGHT
         self.sending: deque[tuple[Tensor, str, dist.Work]] = deque()
 
     def send(self, tensor: Tensor, target: str, tag: int) -> None:
@@ -53,7 +55,7 @@ class Gloo:
         assert work is not None
         self.sending.append((tensor, target, work))
         self.sending_bytes += num_bytes
-        self._wait_for_sent(SENDING_BYTES)
+        self._wait_for_sent(self.in_flight_bytes)
 
     def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
         try:
@@ -108,6 +110,7 @@ class Loopback:
 
     def __init__(self, device: str, mailroom: Mailroom, timeout_s: float = 60.0) -> None:
         self.device, self.mailroom, self.timeout_s, self.sent_bytes = device, mailroom, timeout_s, 0
+        self.in_flight_bytes = LEAST_IN_FLIGHT
 
     def send(self, tensor: Tensor, target: str, tag: int) -> None:
         self.sent_bytes += tensor.numel() * tensor.element_size()

@@ -24,6 +24,7 @@ from manyhands.ir.graph import (
     Statistic,
 )
 from manyhands.ir.program import (
+    NO_BUCKET,
     Backward,
     Correct,
     Drop,
@@ -140,12 +141,11 @@ class Worker:
 
     def _run_all(self, steps: Sequence[Step], batch: Batch) -> None:
         self.store.clear()
-        self.batch = batch
-        whole = steps is self.program.steps
+        self.batch, self.transport.in_flight_bytes = batch, self.territory.in_flight_bytes
         for position, step in enumerate(steps):
             start = time.perf_counter()
             self.run(step)
-            if whole:
+            if steps is self.program.steps:
                 self.spent_s[position] += time.perf_counter() - start
         self.transport.flush()
 
@@ -187,12 +187,13 @@ class Worker:
             case Square():
                 self.weights.settle_gradients()
                 store.squares[self.program.device] = self.weights.squares()
-            case Update():
-                self.weights.settle_gradients()
+            case Update(bucket):
+                if bucket in (None, NO_BUCKET):
+                    self.weights.settle_gradients()
                 if self.clip_norm is not None:
                     self.weights.clip(self.clip_norm, store.squares)
                 if self.optimiser is not None:
-                    self.optimiser.step()
+                    self.weights.let_step(self.optimiser, bucket)
             case _:
                 raise TypeError(f"this worker cannot run {step}")
 
@@ -239,12 +240,11 @@ class Worker:
             source = layer.inputs[0]
             if not isinstance(self.layers[source].operation, Input):
                 function = self.inplace[layer.name]
-        own = self.store.dtype(layer.name)
         if mixed := self.mixed is not None and isinstance(layer.operation, Convolve | Deconvolve | Linear):
             inputs = tuple(tensor.to(self.mixed) for tensor in inputs)
             weights = {role: tensor.to(self.mixed) for role, tensor in weights.items()}
         work = Work(layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step)
-        return compute(work).to(own) if mixed else compute(work)
+        return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
 
     def _read(
         self, source: str, need: Tile, reader: Layer, here: dict[str, tuple[Tensor, Tile]], tape: Tape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
@@ -178,8 +179,12 @@ def example(job: Job) -> Tensor:
 
 
 def job_cluster(job: Job) -> Cluster:
-    """The devices of a job; a memory limit of the job holds for every device that has none of its own."""
-    cluster = load_cluster(Path(job.cluster) if job.cluster else None, job.devices)
+    """The devices of a job; a memory limit of the job holds for every device that has none of its own.
+
+    On an emulated device they are those that are emulated, whatever the job says.
+    """
+    file = os.environ.get("MANYHANDS_CLUSTER") or job.cluster
+    cluster = load_cluster(Path(file) if file else None, job.devices)
     limit = parse_bytes(job.memory) if job.memory else None
     devices = tuple(replace(d, memory_bytes=d.memory_bytes or limit) for d in cluster.devices)
     return replace(cluster, devices=devices)

@@ -1,0 +1,141 @@
+"""The same training step by `auto` and by what else there is, on four emulated devices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from manyhands.benches.emulated import Lap, Setting, Tell, auto, cluster, laps, tell_at
+from manyhands.errors import RequestError
+from manyhands.ir.codec import decode, encode
+from manyhands.loading import load_model
+from manyhands.peers import PEERS
+from manyhands.profiling.device import core_flops_per_s
+
+DEVICES, PART = 4, 0.25  # of a core of this machine, each
+RATES = (1000.0, 100.0, 25.0)  # Mbit/s
+MODELS = {
+    "vgg16-bn": ((3, 224, 224), 8),
+    "resnet18": ((3, 224, 224), 8),
+    "yolov2": ((3, 416, 416), 4),
+    "unet": ((3, 256, 256), 1),
+    "mobilenetv2": ((3, 224, 224), 8),
+}
+QUICK = (("resnet18", 100.0), ("vgg16-bn", 100.0))
+NOISE = 0.97  # of the fastest exact peer's speed
+DDP = "DistributedDataParallel"
+ONE = "one device"
+REQUIRED = {("vgg16-bn", 100.0): {DDP: 4.0, ONE: 2.0}, ("resnet18", 100.0): {DDP: 3.0, ONE: 1.5}}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One model at one rate: seconds of a step of every contestant, and which peers are exact."""
+
+    model: str
+    mbit: float
+    laps: tuple[Lap, ...]
+    exact: tuple[str, ...]
+
+    def seconds(self, name: str) -> float | None:
+        return next((lap.seconds for lap in self.laps if lap.name == name), None)
+
+    def faster(self, name: str) -> float | None:
+        """How many times as fast as this peer `auto` is."""
+        ours, theirs = self.seconds("auto"), self.seconds(name)
+        return None if ours is None or theirs is None else theirs / ours
+
+    @property
+    def within(self) -> bool:
+        exact = [times for name in self.exact if (times := self.faster(name)) is not None]
+        required = REQUIRED.get((self.model, self.mbit), {})
+        reached = all((self.faster(name) or 0) >= times for name, times in required.items())
+        return bool(exact) and min(exact) >= NOISE and reached
+
+
+def run(
+    only: tuple[str, ...],
+    rates: tuple[float, ...],
+    peers: tuple[str, ...],
+    dilation: float | None,
+    rounds: int,
+    keep: Path | None,
+    tell: Tell,
+) -> tuple[Cell, ...]:
+    """The cells asked for, one after another; what `keep` has already is not raced again."""
+    if unknown := [name for name in only if name not in MODELS]:
+        raise RequestError(f"{unknown[0]} is not one of {', '.join(MODELS)}.")
+    if unknown := [name for name in peers if name not in PEERS]:
+        raise RequestError(f"{unknown[0]} is not one of {', '.join(PEERS)}.")
+    wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
+    core, cells = core_flops_per_s(), []
+    for model, mbit in wanted:
+        file = None if keep is None else keep / f"{model}-{mbit:g}.json"
+        if file is not None and file.is_file():
+            cells.append(decode(Cell, json.loads(file.read_text())))
+            continue
+        cell = _cell(model, mbit, core, peers or tuple(PEERS), dilation, rounds, tell)
+        cells.append(cell)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(encode(cell)))
+    return tuple(cells)
+
+
+def _cell(
+    model: str,
+    mbit: float,
+    core: float,
+    peers: tuple[str, ...],
+    dilation: float | None,
+    rounds: int,
+    tell: Tell,
+) -> Cell:
+    shape, batch = MODELS[model]
+    devices = cluster({f"pi-{i}": PART * core for i in range(DEVICES)}, mbit)
+    setting = Setting(model, shape, batch, devices)
+    told = partial(tell_at, tell, f"{model} at {mbit:g} Mbit/s")
+    possible = tuple(name for name in peers if batch >= DEVICES or name == ONE)  # the others cut the batch
+    found = laps(setting, core, dilation, {"auto": auto}, possible, rounds, told)
+    built = load_model(model)
+    return Cell(model, mbit, found, tuple(name for name in possible if PEERS[name].exact(built)))
+
+
+def to_json(cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
+    return [asdict(cell) | {"faster": _all_faster(cell), "within": cell.within} for cell in cells]
+
+
+def _all_faster(cell: Cell) -> dict[str, float | None]:
+    return {lap.name: cell.faster(lap.name) for lap in cell.laps}
+
+
+def bars(cells: tuple[Cell, ...]) -> dict[str, dict[str, float]]:
+    """For a plot: how many times as fast `auto` is."""
+    return {
+        f"{cell.model}\n{cell.mbit:g} Mbit/s": {
+            n: t for n, t in _all_faster(cell).items() if t and n != "auto"
+        }
+        for cell in cells
+    }
+
+
+def table(cells: tuple[Cell, ...]) -> Table:
+    names = list(dict.fromkeys(lap.name for cell in cells for lap in cell.laps))
+    table = Table(title="Seconds of a step on four emulated quarter cores; auto is so many times as fast")
+    for heading in ("model", "Mbit/s", *names, "plan of auto", "verdict"):
+        table.add_column(heading)
+    for cell in cells:
+        texts = []
+        for name in names:
+            seconds, times = cell.seconds(name), cell.faster(name)
+            label = "" if name == "auto" or name in cell.exact else ", not exact"
+            more = f" ({times:.2f}x{label})" if times is not None and name != "auto" else ""
+            texts.append("" if seconds is None else f"{seconds:.2f}{more}")
+        plan = next((lap.layouts for lap in cell.laps if lap.name == "auto"), "")
+        table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, "reached" if cell.within else "not reached")
+    return table

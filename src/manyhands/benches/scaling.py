@@ -1,0 +1,92 @@
+"""Step time and efficiency by the number of devices: measured on emulated ones, simulated for many."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich.table import Table
+
+from manyhands import api
+from manyhands.benches.emulated import Setting, Tell, auto, by_name, cluster, laps, tell_at
+from manyhands.emulation.boards import BOARDS
+from manyhands.measuring import graph_of
+from manyhands.planning.simulation import simulate
+from manyhands.profiling.device import core_flops_per_s
+
+MODEL, SHAPE = "resnet18", (3, 224, 224)
+BOARD = "raspberry-pi-4"
+SIMULATED = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """So many devices; the batch grows with them when simulated, so that there is work for all."""
+
+    devices: int
+    batch: int
+    seconds: float
+    one_s: float  # of the same batch on one device
+    simulated: bool
+
+    @property
+    def how(self) -> str:
+        return "simulated, batch" if self.simulated else "measured, auto"
+
+    @property
+    def efficiency(self) -> float:
+        """The ideal time over this one."""
+        return self.one_s / self.devices / self.seconds
+
+
+def run(
+    counts: tuple[int, ...], batch: int, mbit: float, dilation: float | None, rounds: int, tell: Tell
+) -> tuple[Row, ...]:
+    core, speed, rows = core_flops_per_s(), 1e9 * BOARDS[BOARD].gflops, []
+    for count in counts:
+        devices = cluster({f"pi-{i}": speed for i in range(count)}, mbit)
+        plans = {"auto": auto, "one": by_name("single")}
+        setting = Setting(MODEL, SHAPE, batch, devices)
+        found = laps(setting, core, dilation, plans, (), rounds, partial(tell_at, tell, f"{count} devices"))
+        seconds = {lap.name: lap.seconds for lap in found}
+        rows.append(Row(count, batch, seconds["auto"], seconds["one"], False))
+    for count in SIMULATED:
+        tell(f"{count} devices, simulated")
+        rows.append(_simulated(count, mbit, speed))
+    return tuple(rows)
+
+
+def _simulated(count: int, mbit: float, speed: float) -> Row:
+    """By nominal speeds: samples divided among all devices, the weights added up among all of them."""
+    batch = 4 * count
+    graph = graph_of(MODEL, (SHAPE,), batch)
+    devices = cluster({f"pi-{i}": speed for i in range(count)}, mbit)
+    alone = cluster({"pi-0": speed}, mbit)
+    seconds, one_s = (
+        simulate(api.lower(graph, api.plan(graph, each, strategy)), each, memory=False).cost.seconds
+        for each, strategy in ((devices, "batch"), (alone, "single"))
+    )
+    return Row(count, batch, seconds, one_s, True)
+
+
+def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+    return [asdict(row) | {"efficiency": row.efficiency} for row in rows]
+
+
+def bars(rows: tuple[Row, ...]) -> dict[str, dict[str, float]]:
+    """For a plot: efficiency."""
+    return {
+        str(count): {row.how: row.efficiency for row in rows if row.devices == count}
+        for count in sorted({row.devices for row in rows})
+    }
+
+
+def table(rows: tuple[Row, ...]) -> Table:
+    table = Table(title=f"{MODEL} at {SHAPE[1]} on Raspberry Pi 4, emulated or by simulation")
+    for heading in ("devices", "batch", "a step", "one device", "efficiency", ""):
+        table.add_column(heading)
+    for row in rows:
+        seconds = (f"{row.seconds:.2f} s", f"{row.one_s:.2f} s")
+        table.add_row(str(row.devices), str(row.batch), *seconds, f"{row.efficiency:.0%}", row.how)
+    return table

@@ -1,0 +1,186 @@
+"""The setting of the paper on tiled training: YOLOv2's first 16 layers on emulated Raspberry Pi 3."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich.table import Table
+
+from manyhands import api
+from manyhands.benches.emulated import (
+    Choose,
+    Setting,
+    Tell,
+    among,
+    auto,
+    by_name,
+    cluster,
+    laps,
+    tell_at,
+)
+from manyhands.emulation.boards import BOARDS
+from manyhands.ir.cluster import Cluster
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan
+from manyhands.measuring import graph_of, memory_of
+from manyhands.profiling.device import core_flops_per_s
+from manyhands.tasks import MeasureJob
+
+MODEL, SHAPE = "yolov2-16", (3, 608, 608)
+CORES, ONE_CORE = 4, "one-core"
+OVER_ONE_CORE = {6: 15.0, 2: 6.0}  # at 100 Mbit/s, with the best batch
+OF_IDEAL = 0.75
+LESS_MEMORY = 5.0  # on six devices
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Some devices of four cores, a batch and a rate: seconds of a step."""
+
+    devices: int
+    batch: int
+    mbit: float
+    one_core_s: float
+    one_device_s: float
+    seconds: tuple[tuple[str, float], ...]  # by way of grouping layers
+    layouts: str  # of the planner's
+
+    @property
+    def best_s(self) -> float:
+        return dict(self.seconds)["auto"]
+
+    @property
+    def over_one_core(self) -> float:
+        return self.one_core_s / self.best_s
+
+    @property
+    def of_ideal(self) -> float:
+        """Of the speed-up that as many devices would have if nothing had to be sent."""
+        return self.one_device_s / self.best_s / self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak memory of activations: of one device, and of the one that needs most of several."""
+
+    devices: int
+    batch: int
+    strategy: str
+    one_bytes: int
+    most_bytes: int
+
+    @property
+    def less(self) -> float:
+        return self.one_bytes / self.most_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    rows: tuple[Row, ...]
+    memory: tuple[Memory, ...]
+
+    def best(self, devices: int) -> Row | None:
+        found = [row for row in self.rows if row.devices == devices and row.mbit == 100]
+        return max(found, key=lambda row: row.over_one_core, default=None)
+
+    @property
+    def within(self) -> bool:
+        for devices, times in OVER_ONE_CORE.items():
+            row = self.best(devices)
+            if row is not None and row.over_one_core < times:
+                return False
+        six = self.best(6)
+        enough = six is None or six.of_ideal >= OF_IDEAL
+        return enough and all(m.less >= LESS_MEMORY for m in self.memory if m.devices == 6)
+
+
+def _fused(graph: Graph, cluster: Cluster) -> Plan:
+    """Rows cut once for the whole network: nothing is exchanged but in the end."""
+    return api.plan(graph, cluster, "rows", fuse=())
+
+
+WAYS: dict[str, Choose] = {"auto": auto, "per layer": by_name("rows"), "all fused": _fused}
+
+
+def run(
+    counts: tuple[int, ...],
+    batches: tuple[int, ...],
+    rates: tuple[float, ...],
+    dilation: float | None,
+    rounds: int,
+    memory: bool,
+    tell: Tell,
+) -> Result:
+    core, rows = core_flops_per_s(), []
+    for count in counts:
+        for batch in batches:
+            for mbit in rates:
+                where = f"{count} devices, batch {batch}, {mbit:g} Mbit/s"
+                rows.append(_row(count, batch, mbit, core, dilation, rounds, partial(tell_at, tell, where)))
+    found = [_memory(count, batches[0], tell) for count in counts] if memory else []
+    return Result(tuple(rows), tuple(found))
+
+
+def _row(
+    count: int, batch: int, mbit: float, core: float, dilation: float | None, rounds: int, tell: Tell
+) -> Row:
+    speed = 1e9 * BOARDS["raspberry-pi-3"].gflops
+    names = tuple(f"pi-{i}" for i in range(count))
+    devices = cluster(dict.fromkeys(names, speed) | {ONE_CORE: speed / CORES}, mbit)
+    plans = {name: among(names, choose) for name, choose in WAYS.items()}
+    plans |= {name: among((name,), by_name("single")) for name in (names[0], ONE_CORE)}
+    found = laps(Setting(MODEL, SHAPE, batch, devices), core, dilation, plans, (), rounds, tell)
+    seconds = {lap.name: lap.seconds for lap in found}
+    one_device, one_core = seconds.pop(names[0]), seconds.pop(ONE_CORE)
+    layouts = next(lap.layouts for lap in found if lap.name == "auto")
+    return Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts)
+
+
+def _memory(count: int, batch: int, tell: Tell) -> Memory:
+    """Growth of a process over what it has when it is ready, weights included, while it takes some steps."""
+    tell(f"memory of {count} devices")
+    graph = graph_of(MODEL, (SHAPE,), batch)
+
+    def grown(num_devices: int, strategy: str) -> int:
+        plan = api.plan(graph, num_devices, strategy)
+        facts = memory_of(MeasureJob(MODEL, (SHAPE,), plan, STEPS, 0, True))
+        return max(each["peak_bytes"] - each["ready_bytes"] for each in facts.values())
+
+    return Memory(count, batch, "rows", grown(1, "single"), grown(count, "rows"))
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    rows = [asdict(r) | {"over_one_core": r.over_one_core, "of_ideal": r.of_ideal} for r in result.rows]
+    memory = [asdict(m) | {"less": m.less} for m in result.memory]
+    return {"rows": rows, "memory": memory, "within": result.within}
+
+
+def bars(result: Result) -> dict[str, dict[str, float]]:
+    """For a plot: how many times as fast as one core."""
+    return {
+        f"{r.devices} x batch {r.batch}\n{r.mbit:g} Mbit/s": {
+            name: r.one_core_s / seconds for name, seconds in r.seconds
+        }
+        for r in result.rows
+    }
+
+
+def table(result: Result) -> Table:
+    table = Table(title=f"{MODEL} at {SHAPE[1]} on emulated Raspberry Pi 3: times as fast as one core")
+    for heading in ("devices", "batch", "Mbit/s", "one core", "one device", *WAYS, "plan of auto"):
+        table.add_column(heading)
+    for row in result.rows:
+        cells = [
+            f"{row.one_core_s / seconds:.1f}x ({row.one_device_s / seconds / row.devices:.0%})"
+            for _, seconds in row.seconds
+        ]
+        setting = (str(row.devices), str(row.batch), f"{row.mbit:g}")
+        alone = (f"{row.one_core_s:.1f} s", f"{row.one_device_s:.1f} s")
+        table.add_row(*setting, *alone, *cells, row.layouts)
+    if result.memory:
+        parts = [f"{m.devices} devices {m.less:.1f} times less" for m in result.memory]
+        table.caption = f"activations of the fullest device, {result.memory[0].strategy}: {', '.join(parts)}"
+    return table

@@ -1,0 +1,148 @@
+"""Run a command on every device of an emulated cluster, with one console, and take all down afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+import tomlkit
+
+from manyhands.emulation.devices import Emulation, emulated
+from manyhands.errors import RequestError, RunError
+from manyhands.ir.cluster import Cluster
+from manyhands.ir.report import Outcome
+from manyhands.loading import load_cluster
+from manyhands.profiling.device import core_flops_per_s
+
+CLUSTER, AS = "MANYHANDS_CLUSTER", "MANYHANDS_AS"  # where a command finds the cluster, and which device it is
+GRACE_S = 10.0  # for the others to end, after one has ended badly
+
+Tell = Callable[[str, str], None]  # a device and a line that it printed
+
+
+def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tell) -> list[Outcome]:
+    """The command on every device at once. Raises RunError when one needed more memory than it has."""
+    read = load_cluster(cluster, None)
+    with emulated(read, core_flops_per_s(), dilation) as emulation, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cluster.toml")
+        path.write_text(cluster_text(emulation.cluster))
+        tell("", describe(emulation, read))
+        codes = _run_all(emulation, command, path, tell)
+        if reason := emulation.killed():
+            raise RunError(f"{reason}.")
+        return [
+            Outcome(
+                name,
+                codes[name],
+                emulation.cores[name],
+                emulation.wires.sent_bytes(name),
+                emulation.groups[name].peak_bytes,
+            )
+            for name in emulation.cluster.names
+        ]
+
+
+def describe(emulation: Emulation, asked: Cluster) -> str:
+    """What is emulated and what is not, in a line."""
+    parts = ", ".join(f"{name} {part:.0%} of a core" for name, part in emulation.cores.items())
+    rate = 8 * emulation.cluster.bytes_per_s / 1e6
+    text = f"emulated, {emulation.dilation:.3g} times as fast as asked for: {parts}; {rate:.0f} Mbit/s"
+    if asked.latency_s and not emulation.wires.delayed:
+        text += "; latency is that of this machine, whose kernel cannot delay packets"
+    return text
+
+
+def run_plain(cluster: Path, command: Sequence[str]) -> int:
+    """The command once, for local processes as many as there are devices: nothing is emulated."""
+    read = load_cluster(cluster, None)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cluster.toml")
+        path.write_text(cluster_text(read, plain=True))
+        return subprocess.call(command, env=os.environ | {CLUSTER: str(path)})
+
+
+def cluster_text(cluster: Cluster, *, plain: bool = False) -> str:
+    """A cluster file of these devices."""
+    network = {
+        "bandwidth": f"{round(8 * cluster.bytes_per_s / 1e3)}kbit",
+        "latency": f"{1e6 * cluster.latency_s:.1f}us",
+    }
+    devices = []
+    for device in cluster.devices:
+        table: dict[str, str | float] = {"name": device.name, "gflops": device.flops_per_s / 1e9}
+        table["memory_bandwidth"] = f"{device.memory_bytes_per_s / 1e6:.3f}MB/s"
+        table["launch"] = f"{1e6 * device.launch_s:.3f}us"
+        if device.address is not None and not plain:
+            table["address"] = device.address
+        if device.memory_bytes is not None:
+            table["memory"] = f"{device.memory_bytes}B"
+        devices.append(table)
+    return tomlkit.dumps({"network": network, "device": devices})
+
+
+def _run_all(emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell) -> dict[str, int]:
+    with _started(emulation, command, cluster, tell) as processes:
+        deadline: float | None = None
+        while any(process.poll() is None for process in processes.values()):
+            failed = any(process.poll() for process in processes.values())
+            if failed and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    return {name: process.returncode for name, process in processes.items()}
+
+
+@contextmanager
+def _started(
+    emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """The command on each device; what it prints is told line by line. Whatever still runs is ended."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    readers = []
+    try:
+        for name, before in emulation.within.items():
+            environment = os.environ | {CLUSTER: str(cluster), AS: name, "OMP_NUM_THREADS": "1"}
+            processes[name] = subprocess.Popen(
+                [*before, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
+            reader = threading.Thread(target=_read, args=(name, processes[name].stdout, tell), daemon=True)
+            readers.append(reader)
+            reader.start()
+        yield processes
+    except FileNotFoundError as error:
+        raise RequestError(f"there is no command {error.filename}.") from None
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in processes.values():
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for reader in readers:
+            reader.join(1.0)
+
+
+def _read(device: str, stream: IO[str], tell: Tell) -> None:
+    for line in stream:
+        tell(device, line.rstrip())
+
+
+def to_json(outcomes: list[Outcome]) -> list[dict[str, object]]:
+    return [asdict(outcome) for outcome in outcomes]

@@ -1,0 +1,109 @@
+"""A cluster made real on one machine: every device a namespace with a thin wire and a control group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from manyhands.emulation import cgroups, network
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster, cores_here
+
+LATENCY_S = 100e-6  # of a message between two namespaces, by itself
+SPARE = 0.9  # of the cores: the machine has other things to do, too
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Devices that are up: the cluster as it is now, and how to start something on each of them."""
+
+    cluster: Cluster  # with addresses, and as fast as it is emulated
+    dilation: float  # times as fast as it was asked for, computing and sending alike
+    cores: dict[str, float]  # of this machine, for each device
+    wires: network.Network
+    groups: dict[str, cgroups.Group]
+
+    @property
+    def within(self) -> dict[str, tuple[str, ...]]:
+        """By device, what to put before a command so that it runs there, and ends with its starter."""
+        return {
+            name: ("setpriv", "--pdeathsig", "KILL", *self.wires.before(name), *self.groups[name].before)
+            for name in self.cluster.names
+        }
+
+    def killed(self) -> str | None:
+        """Which device the kernel killed for want of memory, in words."""
+        for name, group in self.groups.items():
+            if group.kills and group.memory_bytes is not None:
+                return f"{name} needed more than {group.memory_bytes / 1e6:.0f} MB"
+        return None
+
+
+def why_not() -> str | None:
+    """What is missing to emulate devices here; None where nothing is."""
+    return network.why_not() or cgroups.why_not(kinds=("memory", "cpu"))
+
+
+def remove_leftovers() -> int:
+    """What a run left behind that was killed; how many namespaces and groups there were."""
+    return cgroups.remove_leftovers() + network.remove_leftovers()
+
+
+def dilation_for(cluster: Cluster, core_flops_per_s: float, cores: int) -> float:
+    """The largest that this machine can emulate: a device has a core at most, all of them what there are."""
+    speeds = [device.flops_per_s for device in cluster.devices]
+    return core_flops_per_s * min(SPARE / max(speeds), SPARE * cores / sum(speeds))
+
+
+@contextmanager
+def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None = None) -> Iterator[Emulation]:
+    """The devices, up; they go in the end. Without a dilation, as fast as this machine can."""
+    if reason := why_not():
+        raise RequestError(f"{reason}. Run it as root, or with --plain: local processes without limits.")
+    if cluster.links or cluster.shared_bytes_per_s is not None:
+        raise RequestError("emulated devices are at one switch: leave out [[link]] and `shared`.")
+    remove_leftovers()
+    most = dilation_for(cluster, core_flops_per_s, cores_here())
+    factor = most if dilation is None else dilation
+    cores = {d.name: factor * d.flops_per_s / core_flops_per_s for d in cluster.devices}
+    slowest = min(cores, key=lambda name: cores[name])
+    if factor > 1.001 * most:
+        raise RequestError(f"--dilate {factor:g}: this machine is fast enough for {most:.3g} at most.")
+    if cores[slowest] < cgroups.LEAST_CORES:
+        least = factor * cgroups.LEAST_CORES / cores[slowest]
+        raise RequestError(
+            f"{slowest} would be {cores[slowest]:.1%} of a core of this machine, which the kernel cannot keep"
+            + (f": use --dilate {least:.2g} or more." if least <= most else ". Leave the fastest device out.")
+        )
+    fast = _faster(cluster, factor)
+    with ExitStack() as stack:
+        rates = {device.name: fast.bytes_per_s for device in fast.devices}
+        wires = stack.enter_context(network.wired(rates, fast.latency_s))
+        groups = {
+            device.name: stack.enter_context(
+                cgroups.limited(device.name, memory_bytes=device.memory_bytes, cores=cores[device.name])
+            )
+            for device in fast.devices
+        }
+        if not wires.delayed:  # then messages take what the machine takes
+            fast = replace(fast, latency_s=min(fast.latency_s, LATENCY_S))
+        yield Emulation(fast, factor, cores, wires, groups)
+
+
+def _faster(cluster: Cluster, factor: float) -> Cluster:
+    """Devices and links faster alike, at the addresses of the emulated network."""
+    devices = tuple(
+        replace(
+            device,
+            address=network.address(number),
+            flops_per_s=factor * device.flops_per_s,
+            memory_bytes_per_s=factor * device.memory_bytes_per_s,
+            launch_s=device.launch_s / factor,
+        )
+        for number, device in enumerate(cluster.devices)
+    )
+    latency_s = cluster.latency_s / factor
+    return replace(
+        cluster, devices=devices, bytes_per_s=factor * cluster.bytes_per_s, latency_s=latency_s, cores=None
+    )

@@ -1,0 +1,131 @@
+"""Plans and other ways to train, stepped in turns by the same processes on emulated devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.emulation.devices import Emulation
+from manyhands.emulation.network import PLUG
+from manyhands.errors import RunError
+from manyhands.ir.cluster import Cluster, local_cluster
+from manyhands.ir.codec import decode, encode
+from manyhands.ir.plan import Plan
+from manyhands.ir.profile import CARRY, POST, Line
+from manyhands.loading import load_model
+from manyhands.measurements import Part, PlansJob
+from manyhands.measuring import Inputs, graph_of, profile_of, rehearsed_plans, wire_lines
+from manyhands.peers import PEERS, Arena, Step
+from manyhands.runtime.ranks import Event, Place, launch, say
+from manyhands.runtime.worker import Worker
+from manyhands.tasks import connect, examples, random_inputs
+from manyhands.tracing.graphs import trace
+
+PATIENCE_S = 3600.0  # of a contestant that has much to send over a thin wire
+
+
+@dataclass(frozen=True)
+class RaceJob:
+    """Contestants by name: plans of ours, and peers. All of them train the same model on the same batch."""
+
+    model: str
+    inputs: Inputs  # without the batch
+    batch: int
+    plans: tuple[tuple[str, Plan], ...]
+    peers: tuple[str, ...]
+    rounds: int
+
+
+def take_part(job: dict[str, Any], place: Place) -> None:
+    """One device's part of a race: in every round all devices begin a step of each contestant at once."""
+    given = decode(RaceJob, job)
+    contestants = [*_plans(given, place), *_peers(given, place)]
+    taken: dict[str, list[float]] = {name: [] for name, _ in contestants}
+    for number in range(given.rounds + 1):  # the first warms up
+        for name, step in contestants:
+            dist.barrier()
+            start = time.perf_counter()
+            if step is not None:
+                step()
+                if number:
+                    taken[name].append(time.perf_counter() - start)
+    for name, seconds in taken.items():
+        if seconds:
+            say("raced", name=name, seconds=seconds)
+
+
+def _plans(given: RaceJob, place: Place) -> list[tuple[str, Step | None]]:
+    if not given.plans:
+        return []
+    gloo, example = connect(place), examples(given.inputs, given.batch, torch.float32)
+    traced = trace(load_model(given.model), example)
+    job = PlansJob(given.model, given.inputs, (), 0, 0)
+    found: list[tuple[str, Step | None]] = []
+    for name, plan in given.plans:
+        if place.device not in plan.devices:
+            found.append((name, None))
+            continue
+        part = Part(traced, plan, place.device, job)
+        found.append((name, partial(part.worker(Worker, gloo).step, part.batch())))
+    return found
+
+
+def _peers(given: RaceJob, place: Place) -> list[tuple[str, Step | None]]:
+    (images,) = random_inputs(examples(given.inputs, given.batch, torch.float32), 0)
+    arena = Arena(partial(load_model, given.model), images, place.rank, len(place.devices))
+    return [(name, PEERS[name].make(arena)) for name in given.peers]
+
+
+def race(emulation: Emulation, job: RaceJob) -> dict[str, list[float]]:
+    """Seconds of each contestant's steps: of every round, those of the slowest device."""
+    try:
+        said = launch(
+            "race",
+            encode(job),
+            emulation.cluster.names,
+            within=emulation.within,
+            interface=PLUG,
+            timeout_s=PATIENCE_S,
+        )
+    except RunError as error:
+        raise RunError(emulation.killed() or str(error)) from None
+    return _slowest(event for events in said.values() for event in events if event["event"] == "raced")
+
+
+def _slowest(events: Sequence[Event] | Any) -> dict[str, list[float]]:
+    rows: dict[str, list[list[float]]] = {}
+    for event in events:
+        rows.setdefault(event["name"], []).append(event["seconds"])
+    return {name: [max(column) for column in zip(*each, strict=True)] for name, each in rows.items()}
+
+
+def foreseeable(model: str, inputs: Inputs, batch: int, emulation: Emulation) -> Cluster:
+    """The emulated cluster with what a core of this machine takes for the model's layers, slowed down.
+
+    One process rehearses alone, so nothing disturbs it; what it takes to send is measured between two.
+    """
+    graph = graph_of(model, inputs, batch)
+    plans = rehearsed_plans(graph, len(emulation.cluster.devices))
+    job = PlansJob(model, inputs, plans, 1, 0, turns=1)
+    said = launch("rehearse", encode(job), local_cluster(1).names)
+    between = launch("rehearse", encode(replace(job, plans=plans[:1])), local_cluster(2).names)
+    profile = profile_of(said, batch, 1, False, _one_core(wire_lines(between)))
+    profiles = tuple(
+        replace(profile, device=name).slower(1 / emulation.cores[name]) for name in emulation.cluster.names
+    )
+    return replace(emulation.cluster, profiles=profiles)
+
+
+def _one_core(wire: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Who has one core carries messages with it as well as computing."""
+    lines = {line.step: line for line in wire}
+    if POST in lines and CARRY in lines:
+        post, carry = lines[POST], lines.pop(CARRY)
+        lines[POST] = Line(POST, post.fixed_s + carry.fixed_s, post.per_byte_s + carry.per_byte_s)
+    return tuple(lines.values())

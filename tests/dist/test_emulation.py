@@ -1,0 +1,231 @@
+"""Emulated devices: their limits hold, a command runs on each of them, and nothing is left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manyhands import emulating
+from manyhands.emulation import cgroups, devices, network
+from manyhands.emulation.names import is_leftover, own_prefix
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster, Device
+from manyhands.loading import load_cluster
+from tests.dist.test_training import events, losses, write_job
+
+needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
+FAST = 100e9  # operations a second of a core of this machine, where nothing is timed
+PAIR = Cluster((Device("a", flops_per_s=20e9), Device("b", flops_per_s=20e9)), 5e6, 0.0)
+
+RECEIVER = """
+import socket, time
+with socket.create_server(("", 5000)) as server:
+    print("ready", flush=True)
+    peer, _ = server.accept()
+    total, first = len(peer.recv(1 << 16)), time.perf_counter()
+    came = 0
+    while part := peer.recv(1 << 16):
+        came += len(part)
+    print(came / (time.perf_counter() - first))
+"""
+SENDER = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    peer.sendall(bytes(int(sys.argv[2])))
+"""
+WORK = """
+import time
+start, busy = time.perf_counter(), time.process_time()
+while time.perf_counter() - start < 2:
+    sum(range(1000))
+print((time.process_time() - busy) / (time.perf_counter() - start))
+"""
+
+
+def left_over() -> set[str]:
+    """Everything of ours in the kernel, and the links of this machine's own network."""
+    groups = {str(p) for root in ("", "cpu", "memory") for p in Path("/sys/fs/cgroup", root).glob("manyhands-*")}
+    spaces = {p.name for p in network.NAMESPACES.glob("manyhands-*")} if network.NAMESPACES.is_dir() else set()
+    return groups | spaces | {f"link {name}" for name in os.listdir("/sys/class/net")}
+
+
+def start(within: tuple[str, ...], *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*within, *words], stdout=subprocess.PIPE, text=True)
+
+
+@needs_root
+@pytest.mark.parametrize("bytes_per_s", [2.5e6, 12.5e6])
+def test_a_wire_passes_its_rate_and_no_more(bytes_per_s: float) -> None:
+    """Like iperf, over two seconds and more. Headers take 3 to 5 % of the rate, the bucket gives a little."""
+    with network.wired({"a": bytes_per_s, "b": 10 * bytes_per_s}) as wires:
+        receiver = start(wires.before("b"), sys.executable, "-c", RECEIVER)
+        assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        size = str(int(2.5 * bytes_per_s))
+        start(wires.before("a"), sys.executable, "-c", SENDER, network.address(1), size).wait()
+        rate = float(receiver.communicate()[0])
+        assert wires.sent_bytes("a") > 2.5 * bytes_per_s
+    assert 0.85 < rate / bytes_per_s < 1.03
+
+
+@needs_root
+@pytest.mark.parametrize("cores", [0.06, 0.3])
+def test_a_group_has_its_part_of_a_core_and_no_more(cores: float) -> None:
+    with cgroups.limited("part", cores=cores) as group:
+        output, _ = start(group.before, sys.executable, "-c", WORK).communicate()
+    assert 0.75 * cores < float(output) < 1.1 * cores
+
+
+@needs_root
+def test_who_needs_more_memory_than_there_is_is_killed_and_named() -> None:
+    small = replace(PAIR, devices=tuple(replace(d, memory_bytes=60_000_000) for d in PAIR.devices))
+    with devices.emulated(small, FAST) as emulation:
+        enough = start(emulation.within["a"], sys.executable, "-c", "x = bytearray(20_000_000)")
+        assert enough.wait() == 0 and emulation.killed() is None
+        assert (emulation.groups["a"].peak_bytes or 0) > 20_000_000
+        too_much = start(emulation.within["b"], sys.executable, "-c", "x = bytearray(b'1') * 90_000_000")
+        assert too_much.wait() == -signal.SIGKILL
+        assert emulation.killed() == "b needed more than 60 MB"
+
+
+@needs_root
+def test_fifty_times_up_and_down_leave_nothing() -> None:
+    before = left_over()
+    children = len(psutil.Process().children(recursive=True))
+    for _ in range(50):
+        with devices.emulated(PAIR, FAST) as emulation:
+            subprocess.run([*emulation.within["a"], "true"], check=True)
+            assert len(left_over()) > len(before)
+    assert left_over() == before
+    assert len(psutil.Process().children(recursive=True)) == children
+
+
+def cluster_file(folder: Path, memory: str = "2GB") -> Path:
+    path = folder / "cluster.toml"
+    lines = [f'[[device]]\nname = "pi-{i}"\nboard = "raspberry-pi-3"\nmemory = "{memory}"' for i in range(2)]
+    path.write_text("\n".join([*lines, '[network]\nbandwidth = "100Mbit"']))
+    return path
+
+
+def emulate(path: Path, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "manyhands.cli", "emulate", str(path), *options, "--", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+SLEEP = (sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(600)")
+
+
+@needs_root
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_takes_everything_down(tmp_path: Path, how: signal.Signals) -> None:
+    before = left_over()
+    process = emulate(cluster_file(tmp_path), *SLEEP)
+    assert process.stdout is not None
+    while "asleep" not in process.stdout.readline():
+        pass
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + how and errors.strip() == "manyhands: stopped"
+    assert left_over() == before
+
+
+@needs_root
+def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    before = left_over()
+    process = emulate(cluster_file(tmp_path), *SLEEP)
+    assert process.stdout is not None
+    while "asleep" not in process.stdout.readline():
+        pass
+    asleep = psutil.Process(process.pid).children(recursive=True)
+    assert len(asleep) == 2
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(asleep, timeout=10)
+    assert not alive
+    assert left_over() > before
+    devices.remove_leftovers()
+    assert left_over() == before
+
+
+@needs_root
+def test_memory_that_is_short_is_told_and_not_a_broken_socket(tmp_path: Path) -> None:
+    take = "import os; x = bytearray(b'1') * (200_000_000 if os.environ['MANYHANDS_AS'] == 'pi-1' else 1)"
+    process = emulate(cluster_file(tmp_path, "80MB"), sys.executable, "-c", take)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip() == "manyhands: pi-1 needed more than 80 MB."
+
+
+@needs_root
+def test_a_job_trains_on_emulated_devices_as_it_does_locally(tmp_path: Path) -> None:
+    """In float64. The job says two local processes, and takes the emulated ones."""
+    job = write_job(tmp_path / "emulated.toml", steps=6)
+    train = (sys.executable, "-m", "manyhands.cli", "train", str(job), "--json")
+    process = emulate(cluster_file(tmp_path), *train, options=("--json",))
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    outcomes = json.loads(output)
+    assert [each["device"] for each in outcomes] == ["pi-0", "pi-1"]
+    assert all(each["sent_bytes"] > 10_000 for each in outcomes)
+    assert "of a core" in errors
+    lines = [line.removeprefix("pi-0 ") for line in errors.splitlines() if line.startswith("pi-0 {")]
+    emulated = losses([json.loads(line) for line in lines])
+    local = losses(events(write_job(tmp_path / "local.toml", steps=6)))
+    assert len(local) == 6 and emulated == pytest.approx(local, rel=1e-9)
+
+
+# ---- without root -------------------------------------------------------------------------------------
+
+
+def test_without_root_it_says_what_it_needs_and_what_there_is_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(RequestError, match="need root.*--plain"), devices.emulated(PAIR, FAST):
+        pass
+
+
+def test_plain_processes_are_labelled_as_such(tmp_path: Path) -> None:
+    show = "import os; print(open(os.environ['MANYHANDS_CLUSTER']).read(), 'MANYHANDS_AS' in os.environ)"
+    process = emulate(cluster_file(tmp_path), sys.executable, "-c", show, options=("--plain",))
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "not emulated" in errors
+    assert "address" not in output and output.split()[-1] == "False"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("cluster", "dilation", "words"),
+    [
+        (PAIR, 50.0, "fast enough for 4.5 at most"),
+        (PAIR, 0.1, "2.0% of a core.*--dilate 0.25"),
+        (replace(PAIR, shared_bytes_per_s=1e6), None, "leave out"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(cluster: Cluster, dilation: float | None, words: str) -> None:
+    with pytest.raises(RequestError, match=words), devices.emulated(cluster, FAST, dilation):
+        pass
+
+
+def test_an_emulated_cluster_reads_back_from_its_file(tmp_path: Path) -> None:
+    read = load_cluster(cluster_file(tmp_path), None)
+    assert read.devices[0].flops_per_s == pytest.approx(3.62e9) and read.devices[0].memory_bytes == 2 * 10**9
+    (tmp_path / "again.toml").write_text(emulating.cluster_text(read))
+    assert load_cluster(tmp_path / "again.toml", None) == read
+    (tmp_path / "wrong.toml").write_text('[[device]]\nname = "x"\nboard = "raspberry-pi-33"\n')
+    with pytest.raises(RequestError, match="Did you mean 'raspberry-pi-3'"):
+        load_cluster(tmp_path / "wrong.toml", None)
+
+
+def test_what_is_left_over_is_told_by_its_name() -> None:
+    pid, started = own_prefix().split("-")[1:3]
+    assert not is_leftover(f"{own_prefix()}a")
+    assert is_leftover(f"manyhands-{pid}-{int(started) - 1}-a")
+    assert is_leftover("manyhands-4194304-17-a")
+    assert not is_leftover("somebody-elses-1-2-a")
