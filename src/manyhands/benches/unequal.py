@@ -11,7 +11,7 @@ from manyhands.benches.emulated import Lap, Setting, Tell, auto, by_name, cluste
 from manyhands.emulation.boards import BOARDS
 from manyhands.profiling.device import core_flops_per_s
 
-MODEL, SHAPE, BATCH = "yolov2-16", (3, 416, 416), 8
+MODEL, SHAPE, BATCH = "yolov2-16", (3, 224, 224), 8
 DEVICES = {"pi-5": "raspberry-pi-5"} | dict.fromkeys(("pi-3a", "pi-3b", "pi-3c"), "raspberry-pi-3")
 EQUAL = ("batch", "rows")
 OVER_EQUAL = 2.5

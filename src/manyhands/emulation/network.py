@@ -102,17 +102,24 @@ class Network:
 
 
 def _shape(route: Any, index: int, bytes_per_s: float) -> None:
+    """A rate; connections take turns at it where the kernel knows how to, as they do on a Linux machine."""
     bucket = max(int(BUCKET_S * bytes_per_s), LEAST_BUCKET)
     limit = bucket + int(QUEUE_S * bytes_per_s)
     route.tc("add", "tbf", index, 0x10000, rate=int(bytes_per_s), burst=bucket, limit=limit, mtu=0)
+    _child(route, "fq_codel", index)
 
 
 def _delay(route: Any, index: int, latency_s: float) -> bool:
     """Packets leave later by as much, where the kernel knows how to."""
+    return _child(route, "netem", index, delay=round(1e6 * latency_s), limit=100_000)
+
+
+def _child(route: Any, kind: str, index: int, **options: int) -> bool:
+    """Put another queue behind the rate, if the kernel has that kind."""
     from pyroute2.netlink.exceptions import NetlinkError
 
     try:
-        route.tc("add", "netem", index, 0x20000, parent=0x10001, delay=round(1e6 * latency_s), limit=100_000)
+        route.tc("replace", kind, index, 0x20000, parent=0x10001, **options)
         return True
     except NetlinkError:
         return False

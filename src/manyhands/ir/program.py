@@ -43,6 +43,11 @@ class Message:
     def __str__(self) -> str:
         return f"{self.content.value} {self.layer}>{self.segment}[{self.tile}]"
 
+    @property
+    def patient(self) -> bool:
+        """Is it large, and waited for in the end only? Then it goes beside the others and holds up none."""
+        return self.content in (Content.SLOPES, Content.WEIGHTS)
+
 
 @dataclass(frozen=True, slots=True)
 class Prepare:

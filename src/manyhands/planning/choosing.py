@@ -88,7 +88,8 @@ class Chooser:
         cut = [by_speed(devices, cuts, speeds) for cuts in all_cuts(len(devices))]
         if not self.thorough:
             alone = (max(alone, key=lambda layout: self.speed[layout.devices[0]]),)
-            cut = sorted(cut, key=self.promise)[:MAX_LAYOUTS]
+            few = len(self.cluster.names) <= FEW_DEVICES
+            cut = _varied(sorted(cut, key=self.promise), len(devices) if few else 0)
         if len(self.cluster.names) <= FEW_DEVICES:
             equal = [replace(layout, shares=(1,) * len(devices)) for layout in cut]
             refined = [self.shared(layout) for layout in cut]
@@ -151,13 +152,25 @@ class Chooser:
         found.sort(key=lambda layouts: min(map(self.promise, layouts)))
         alone = [layouts for layouts in found if len(layouts) == 1]
         count = MAX_SEARCHES if len(self.cluster.names) <= FEW_DEVICES else MAX_SEARCHES - 1
-        return list(dict.fromkeys((*found[:count], *alone[:1])))
+        everybody = [layouts for layouts in found if layouts[-1].devices == self.cluster.names]
+        few = len(self.cluster.names) <= FEW_DEVICES
+        return list(dict.fromkeys((*found[:count], *alone[:1], *(everybody if few else ()))))
 
     def search(self, layouts: tuple[Layout, ...], limit_bytes: Numbers | None) -> Found | None:
         few = len(self.cluster.names) <= FEW_DEVICES
         fused = None if self.thorough else MAX_FUSED if few else 2
         searched = Search(self.units, layouts, self.pieces, self.rounds, fused, self.weight_copies)
         return searched.best(limit_bytes)
+
+
+def _varied(layouts: list[Layout], num_devices: int) -> list[Layout]:
+    """Of layouts in the order of what they promise for the whole network, the first few.
+
+    What is bad for the whole may be best for a part of it, as channels are where weights are large: so all
+    that cut one axis for so many devices stay.
+    """
+    simple = [layout for layout in layouts[MAX_LAYOUTS:] if [c.count for c in layout.cuts] == [num_devices]]
+    return layouts[:MAX_LAYOUTS] + [each for each in simple if each.cuts[0].axis is not Axis.COLUMNS]
 
 
 def _by_axis(layouts: tuple[Layout, ...]) -> Iterator[tuple[Layout, ...]]:

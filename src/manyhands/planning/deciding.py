@@ -22,7 +22,8 @@ from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
 QUICK = 250  # layers times devices, up to which memory is followed although nothing limits it
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
-IN_FLIGHT = (16 << 20, 64 << 20)  # bytes on their way at a time, to be tried
+ROOMY = 4  # of the best plans, those for which it is tried to have more on its way at a time
+IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
 WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
 TRIES = 4  # to find a plan that fits, each with a tighter limit
@@ -83,8 +84,9 @@ def decide(
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
-    best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
-    best = decider.with_room(best) if best is not None else None
+    fitting.sort(key=lambda option: _rank(option, cluster))
+    roomy = [decider.with_room(option) for option in fitting[:ROOMY]]
+    best = min(roomy, key=lambda option: _rank(option, cluster), default=None)
     return Decision(best, (*named, *(option for option in found if option is not best)))
 
 

@@ -100,7 +100,7 @@ class Lowering:
             for bucket in self.buckets[chunk.index]:
                 self._give(bucket)
                 self.given.append(bucket)
-                self._collect(IN_FLIGHT * self.plan.in_flight_bytes)
+                self._collect(0 if self.early else IN_FLIGHT * self.plan.in_flight_bytes, but_newest=True)
         self._collect(0)
         if self.clip:
             self._square()
@@ -277,9 +277,9 @@ class Lowering:
         for device, _ in bucket.parts:
             self.steps[device].append(Fold(bucket.index))
 
-    def _collect(self, most_bytes: int) -> None:
+    def _collect(self, most_bytes: int, *, but_newest: bool = False) -> None:
         """Wait for the oldest gradients while more than this is on its way; early, the weights follow."""
-        while self.given and _total_bytes(self.given[:-1] if most_bytes else self.given) > most_bytes:
+        while _total_bytes(self.given[:-1] if but_newest else self.given) > most_bytes:
             bucket = self.given.pop(0)
             self._receive(self._bucket_messages(bucket, Content.SLOPES))
             self.collected.append(bucket)
@@ -288,7 +288,7 @@ class Lowering:
                     if part:
                         self.steps[device].append(Update(bucket.index))
                 self._share([bucket])
-                self._receive_weights(most_bytes)
+                self._receive_weights(IN_FLIGHT * self.plan.in_flight_bytes)
 
     def _square(self) -> None:
         """Everybody learns the norm of all gradients, from everybody's own."""
@@ -316,7 +316,7 @@ class Lowering:
 
     def _receive_weights(self, most_bytes: int) -> None:
         """Wait for the oldest weights while more than this is on its way."""
-        while self.shared and _total_bytes(self.shared[:-1] if most_bytes else self.shared) > most_bytes:
+        while _total_bytes(self.shared) > most_bytes:
             self._receive(self._bucket_messages(self.shared.pop(0), Content.WEIGHTS))
 
     def _receive(self, messages: Iterable[Message]) -> None:

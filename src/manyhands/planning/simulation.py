@@ -172,8 +172,9 @@ class _Clock:
         self.in_flight_bytes = in_flight_bytes
         self.now = costs.begin(self.name)
         self.began_s = 0.0
-        self.link_free_s = 0.0
-        self.port = _Port() if costs.cluster.cores is None else None
+        self.link_free_s, self.aside_free_s = 0.0, 0.0
+        shares_cores = costs.cluster.cores is not None
+        self.ports = None if shares_cores else {patient: _Port() for patient in (False, True)}
         self.sending: deque[tuple[float, int]] = deque()  # when each leaves, and its bytes
         self.sending_bytes = 0
         self.events: list[Interval] = []
@@ -201,16 +202,16 @@ class _Clock:
             if in_order and launched:
                 break
         if self.position == len(steps):
-            self._wait(self.link_free_s)
+            self._wait(max(self.link_free_s, self.aside_free_s))
             self.busy.append((self.began_s, self.now))
         return launched
 
     def _through(self, message: Message, began_s: float, arrived_s: float) -> float:
         """When a message is in, which alone would have been from the one time to the other."""
-        if self.port is None:
+        if self.ports is None:
             return arrived_s
         seconds = message.num_bytes / self.costs.port_bytes_per_s(self.name)
-        return max(arrived_s, self.port.take(began_s, seconds))
+        return max(arrived_s, self.ports[message.patient].take(began_s, seconds))
 
     def _wait(self, until_s: float) -> None:
         if until_s > self.now:
@@ -218,14 +219,23 @@ class _Clock:
             self.now = self.began_s = until_s
 
     def _launch(self, message: Message) -> Interval:
-        """Hand a message over; from when to when it comes in. Too much on its way out holds the device up."""
+        """Hand a message over; from when to when it comes in. Too much on its way out holds the device up.
+
+        Patient messages wait for the others. Those share the wire with patient ones already on their way.
+        """
         link = self.costs.link(message.source, message.target)
         handed = self.now - self.costs.post(self.name, message.num_bytes)
-        begin, shared_s = self.medium.begin(max(handed, self.link_free_s), message.num_bytes)
+        free_s = max(self.link_free_s, self.aside_free_s) if message.patient else self.link_free_s
+        begin, shared_s = self.medium.begin(max(handed, free_s), message.num_bytes)
         num_seconds = message.num_bytes / link.bytes_per_s
-        leaves = begin + max(num_seconds, shared_s)
+        beside_s = 0.0 if message.patient else min(max(self.aside_free_s - begin, 0.0), num_seconds)
+        leaves = begin + max(num_seconds + beside_s, shared_s)
         self.carried.append((max(begin, leaves - self.costs.carry(self.name, message.num_bytes)), leaves))
-        self.link_free_s = leaves
+        if message.patient:
+            self.aside_free_s = leaves
+        else:
+            self.link_free_s = leaves
+            self.aside_free_s += num_seconds if self.aside_free_s > begin else 0.0
         self.sending.append((leaves, message.num_bytes))
         self.sending_bytes += message.num_bytes
         while self.sending_bytes >= self.in_flight_bytes:

@@ -23,11 +23,11 @@ class Mail:
     def send(self, message: Message) -> None:
         """Send a copy, so that what it was taken from may change or go."""
         tensor = self._content(message)
-        fresh = message.content in (Content.SLOPES, Content.WEIGHTS)
+        fresh = message.patient
         copied = tensor if fresh else outgoing(tensor)
         if not fresh and copied.data_ptr() == tensor.data_ptr():
             copied = copied.clone()
-        self.transport.send(copied, message.target, message.tag)
+        self.transport.send(copied, message.target, message.tag, patient=message.patient)
 
     def _content(self, message: Message) -> Tensor:
         store, layer, exchanges = self.store, message.layer, self.store.territory.exchanges
@@ -60,7 +60,7 @@ class Mail:
     def expect(self, message: Message) -> None:
         """Let it come straight into its margin, where that is one piece of memory; else beside it."""
         shape, dtype = message.tile.shape, self._dtype(message)
-        if message.content in (Content.SLOPES, Content.WEIGHTS):
+        if message.patient:
             shape = (message.num_bytes // dtype.itemsize,)
         if message.content in (Content.MOMENTS, Content.SUMS):
             shape = (1 if self.store.layers[message.layer].statistic is Statistic.MEAN else 2, *shape)
@@ -69,12 +69,13 @@ class Mail:
             buffer = wire_view(self.store.margin(message.layer, message.segment, message.tile))
         if buffer is None:
             buffer = torch.empty(wire_shape(shape), dtype=dtype)
-        self.arriving[message.tag] = self.transport.expect(buffer, message.source, message.tag), buffer
+        pending = self.transport.expect(buffer, message.source, message.tag, patient=message.patient)
+        self.arriving[message.tag] = pending, buffer
 
     def _dtype(self, message: Message) -> torch.dtype:
         if message.content is Content.SQUARES:
             return torch.float64
-        if message.content not in (Content.SLOPES, Content.WEIGHTS):
+        if not message.patient:
             return self.store.dtype(message.layer)
         pieces = [piece for _, part in self.store.territory.buckets[message.segment].parts for piece in part]
         return self.weights.tensors[pieces[0].parameter].dtype

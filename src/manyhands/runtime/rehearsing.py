@@ -29,10 +29,10 @@ class Silence:
         self.sent_bytes, self.in_flight_bytes = 0, 0
         self.fresh: list[Tensor] = []  # expected, and not filled yet
 
-    def send(self, tensor: Tensor, target: str, tag: int) -> None:
+    def send(self, tensor: Tensor, target: str, tag: int, *, patient: bool = False) -> None:
         self.sent_bytes += tensor.numel() * tensor.element_size()
 
-    def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
+    def expect(self, buffer: Tensor, source: str, tag: int, *, patient: bool = False) -> Pending:
         self.fresh.append(buffer)
         return _Here()
 

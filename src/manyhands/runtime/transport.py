@@ -26,10 +26,10 @@ class Transport(Protocol):
     sent_bytes: int
     in_flight_bytes: int  # that may be on their way out before sending waits
 
-    def send(self, tensor: Tensor, target: str, tag: int) -> None:
-        """Start sending; the tensor is not changed by anybody afterwards."""
+    def send(self, tensor: Tensor, target: str, tag: int, *, patient: bool = False) -> None:
+        """Start sending; the tensor is not changed by anybody afterwards. A patient one holds up no other."""
 
-    def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
+    def expect(self, buffer: Tensor, source: str, tag: int, *, patient: bool = False) -> Pending:
         """Let the message come into this contiguous buffer."""
 
     def flush(self) -> None:
@@ -37,19 +37,24 @@ class Transport(Protocol):
 
 
 class Gloo:
-    """torch.distributed with gloo; ranks are positions in the list of devices."""
+    """torch.distributed with gloo; ranks are positions in the list of devices.
+
+    Weights and their gradients are large and patient, and have connections of their own: on the usual ones
+    they would hold up small messages for which somebody waits. All devices have to make theirs together.
+    """
 
     def __init__(self, device: str, devices: tuple[str, ...], timeout_s: float) -> None:
         self.device, self.ranks = device, {name: rank for rank, name in enumerate(devices)}
         self.timeout_s, self.sent_bytes, self.sending_bytes = timeout_s, 0, 0
         self.in_flight_bytes = LEAST_IN_FLIGHT
+        self.aside = dist.new_group(timeout=timedelta(seconds=timeout_s)) if devices[1:] else None
         self.sending: deque[tuple[Tensor, str, dist.Work]] = deque()
 
-    def send(self, tensor: Tensor, target: str, tag: int) -> None:
+    def send(self, tensor: Tensor, target: str, tag: int, *, patient: bool = False) -> None:
         num_bytes = tensor.numel() * tensor.element_size()
         self.sent_bytes += num_bytes
         try:
-            work = dist.isend(tensor, self.ranks[target], tag=tag)
+            work = dist.isend(tensor, self.ranks[target], group=self.aside if patient else None, tag=tag)
         except RuntimeError as error:
             raise DeviceLost(target, f"the connection broke: {_first_line(error)}") from error
         assert work is not None
@@ -57,9 +62,9 @@ class Gloo:
         self.sending_bytes += num_bytes
         self._wait_for_sent(self.in_flight_bytes)
 
-    def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
+    def expect(self, buffer: Tensor, source: str, tag: int, *, patient: bool = False) -> Pending:
         try:
-            work = dist.irecv(buffer, self.ranks[source], tag=tag)
+            work = dist.irecv(buffer, self.ranks[source], group=self.aside if patient else None, tag=tag)
         except RuntimeError as error:
             raise DeviceLost(source, f"the connection broke: {_first_line(error)}") from error
         assert work is not None
@@ -112,13 +117,13 @@ class Loopback:
         self.device, self.mailroom, self.timeout_s, self.sent_bytes = device, mailroom, timeout_s, 0
         self.in_flight_bytes = LEAST_IN_FLIGHT
 
-    def send(self, tensor: Tensor, target: str, tag: int) -> None:
+    def send(self, tensor: Tensor, target: str, tag: int, *, patient: bool = False) -> None:
         self.sent_bytes += tensor.numel() * tensor.element_size()
         with self.mailroom.changed:
             self.mailroom.letters[self.device, target, tag].append(tensor)
             self.mailroom.changed.notify_all()
 
-    def expect(self, buffer: Tensor, source: str, tag: int) -> Pending:
+    def expect(self, buffer: Tensor, source: str, tag: int, *, patient: bool = False) -> Pending:
         return _Letter(self, buffer, source, tag)
 
     def flush(self) -> None:
