@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from manyhands import api
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Device, local_cluster
-from manyhands.ir.plan import Plan
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Plan
 from manyhands.planning.feeding import Feed
 from manyhands.runtime.hosts import interface_to, local_addresses
 from manyhands.runtime.transport import Gloo
@@ -102,7 +102,7 @@ class Hands:
                 f"the plan is for {', '.join(chosen.devices)}; here are {', '.join(self.devices)}."
             )
         if not knows_weights_apart(optimiser):
-            chosen = replace(chosen, in_flight_bytes=0)
+            chosen = replace(chosen, in_flight_bytes=LEAST_IN_FLIGHT)
         transport = Gloo(self.device, self.devices, self.timeout_s)
         settings = Settings(loss, seed, clip, None, Feed(feed))
         trainer = Trainer(model, examples, chosen, transport, self.device, settings)

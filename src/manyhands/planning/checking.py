@@ -19,6 +19,7 @@ from manyhands.ir.program import (
     Receive,
     Send,
     Step,
+    Update,
 )
 from manyhands.planning.assignment import is_source
 from manyhands.planning.liveness import Buffer, Liveness
@@ -73,6 +74,7 @@ class _Device:
         self.missing: dict[Buffer, int] = {}  # elements of a prepared tile that have not arrived
         self.tapes: set[int] = set()
         self.folded: set[int] = set()
+        self.updated: set[int | None] = set()
 
     def advance(self, letters: set[Message]) -> bool:
         """Take steps until one has to wait; whether any was taken."""
@@ -106,6 +108,9 @@ class _Device:
                 self.tapes.discard(chunk)
             case Send(message):
                 self._require(message not in letters, step, "it is on its way already")
+                if message.content is Content.WEIGHTS:
+                    ready = bool(self.updated & {None, message.segment})
+                    self._require(ready, step, "the weights are those of the step before")
                 letters.add(message)
             case Expect(message):
                 self.expected.add(message.tag)
@@ -113,11 +118,17 @@ class _Device:
                 self._require(message.tag in self.expected, step, "it was not expected")
                 self.expected.discard(message.tag)
                 letters.discard(message)
+                if message.content is Content.SLOPES:
+                    late = bool(self.updated & {None, message.segment})
+                    self._require(not late, step, "the weights are changed already")
                 if message.content is Content.VALUE:
                     self.missing[message.layer, message.segment] -= message.tile.numel
             case Fold(bucket):
                 self._require(bucket not in self.folded, step, "it is done already")
                 self.folded.add(bucket)
+            case Update(bucket):
+                self._require(bucket not in self.updated, step, "it is done already")
+                self.updated.add(bucket)
             case Drop(layer, segment):
                 self._require((layer, segment) in self.alive, step, "it is not there")
                 self.alive.discard((layer, segment))

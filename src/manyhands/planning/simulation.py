@@ -238,7 +238,7 @@ class _Clock:
             self.aside_free_s += num_seconds if self.aside_free_s > begin else 0.0
         self.sending.append((leaves, message.num_bytes))
         self.sending_bytes += message.num_bytes
-        while self.sending_bytes >= self.in_flight_bytes:
+        while self.sending and self.sending_bytes >= self.in_flight_bytes:
             oldest, num_bytes = self.sending.popleft()
             self.sending_bytes -= num_bytes
             self._wait(oldest)

@@ -1,0 +1,147 @@
+"""Races on emulated devices: every contestant runs, slower devices take longer, verdicts can fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import nn
+
+from manyhands.benches import peers, tiled, unequal
+from manyhands.benches.emulated import Lap, Setting, auto, by_name, cluster, laps
+from manyhands.emulation import devices
+from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster
+from manyhands.peers import PEERS, _even_cuts
+from manyhands.reporting.plots import plot_bars
+
+needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
+CORE = 50e9  # said, not measured: only relations count
+
+
+@needs_root
+def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
+    """How fast, a test beside others cannot say. What is foreseen is of the right size."""
+    told: list[str] = []
+    setting = Setting("demo", (1, 28, 28), 8, cluster({"a": 0.4 * CORE, "b": 0.4 * CORE}, 200))
+    plans = {"auto": auto, "rows": by_name("rows"), "nonsense": by_name("rows:3")}
+    found = laps(setting, CORE, 1.0, plans, tuple(PEERS), 2, told.append)
+    assert [lap.name for lap in found] == ["auto", "rows", *PEERS]
+    assert any("nonsense" in text for text in told)
+    for lap in found:
+        assert lap.seconds > 0 and (lap.foreseen_s is None) == (lap.name in PEERS)
+    rows = found[1]
+    assert rows.foreseen_s is not None and 0.2 < rows.foreseen_s / rows.seconds < 5 and "rows:2" in rows.layouts
+
+
+def test_peers_that_cut_the_batch_are_not_exact_where_there_are_norms() -> None:
+    plain, normed = nn.Sequential(nn.Conv2d(1, 1, 1)), nn.Sequential(nn.BatchNorm2d(1))
+    assert [name for name, peer in PEERS.items() if peer.exact(normed)] == ["one device"]
+    assert [name for name, peer in PEERS.items() if not peer.exact(plain)] == ["DDP with PowerSGD"]
+
+
+def test_a_pipeline_is_cut_where_the_work_is_even() -> None:
+    import torch
+
+    layers = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(8)]
+    cuts = _even_cuts(nn.Sequential(*layers), torch.zeros(1, 4, 8, 8), 4)
+    assert cuts == ["2", "4", "6"]
+
+
+def cell(model: str, **seconds: float) -> peers.Cell:
+    names = {"auto": "auto", "one": peers.ONE, "ddp": peers.DDP}
+    found = tuple(Lap(names[key], value) for key, value in seconds.items())
+    return peers.Cell(model, 100.0, found, (peers.ONE,))
+
+
+@pytest.mark.parametrize(
+    ("judged", "within"),
+    [
+        (cell("mobilenetv2", auto=1.0, one=0.98, ddp=0.1), True),  # the one that is faster is not exact
+        (cell("mobilenetv2", auto=1.0, one=0.9, ddp=9.0), False),
+        (cell("resnet18", auto=1.0, one=1.6, ddp=3.1), True),
+        (cell("resnet18", auto=1.0, one=1.6, ddp=2.9), False),
+        (cell("resnet18", auto=1.0, one=1.4, ddp=3.1), False),
+        (cell("vgg16-bn", auto=1.0, one=2.1, ddp=3.9), False),
+        (cell("vgg16-bn", auto=1.0, one=2.1), False),  # a peer that did not run is not beaten
+    ],
+)
+def test_each_limit_of_the_race_against_peers_can_fail_it(judged: peers.Cell, within: bool) -> None:
+    assert judged.within == within
+
+
+def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raced: list[str] = []
+
+    def race(model: str, *_: object) -> peers.Cell:
+        raced.append(model)
+        return cell(model, auto=1.0, one=3.0, ddp=9.0)
+
+    monkeypatch.setattr(peers, "_cell", race)
+    monkeypatch.setattr(peers, "core_flops_per_s", lambda: CORE)
+
+    def run(*only: str) -> tuple[peers.Cell, ...]:
+        return peers.run(only, (100.0,), (), None, 1, tmp_path, lambda _: None)
+
+    first = run("resnet18")
+    assert run("resnet18", "unet")[0] == first[0] and raced == ["resnet18", "unet"]
+    facts = json.loads(json.dumps(peers.to_json(first)))
+    assert facts[0]["within"] and facts[0]["faster"][peers.DDP] == 9.0
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(peers.table(first))
+    assert "9.00 (9.00x, not exact)" in captured.get()
+    with pytest.raises(RequestError, match="resnet81 is not one of"):
+        run("resnet81")
+
+
+def unequal_result(auto_s: float, alone_s: float, equal_s: float, layouts: str) -> unequal.Result:
+    named = (Lap("auto", auto_s, None, layouts), Lap(unequal.ALONE, alone_s, None, "whole"))
+    return unequal.Result(100.0, (*named, Lap("equal batch", equal_s, None, "batch:4")))
+
+
+def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() -> None:
+    assert unequal_result(1.0, 1.2, 2.6, "batch:4").within
+    assert not unequal_result(1.0, 1.2, 2.4, "batch:4").within
+    assert not unequal_result(1.3, 1.2, 4.0, "batch:4").within
+    assert unequal_result(1.2, 1.2, 1.5, "whole").within
+    assert not unequal_result(1.2, 1.2, 1.1, "whole").within
+
+
+def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row:
+    return tiled.Row(num_devices, 8, mbit, 24.0, 6.0, (("auto", auto_s),), "rows")
+
+
+@pytest.mark.parametrize(
+    ("rows", "less", "within"),
+    [
+        ((tiled_row(6, 1.3), tiled_row(2, 3.9)), 5.1, True),  # 18.5 and 6.2 times one core
+        ((tiled_row(6, 1.35), tiled_row(2, 3.9)), 5.1, False),  # 17.8: less than 75 % of ideal
+        ((tiled_row(6, 1.3), tiled_row(2, 4.1)), 5.1, False),
+        ((tiled_row(6, 1.3), tiled_row(6, 9.0)), 5.1, True),  # the best batch counts
+        ((tiled_row(6, 1.3), tiled_row(6, 9.0, 25.0)), 5.1, True),
+        ((tiled_row(6, 1.3),), 4.9, False),
+    ],
+)
+def test_each_limit_of_the_tiled_setting_can_fail_it(
+    rows: tuple[tiled.Row, ...], less: float, within: bool
+) -> None:
+    memory = (tiled.Memory(6, 8, "rows", int(1000 * less), 1000),)
+    assert tiled.Result(rows, memory).within == within
+
+
+def test_bars_are_drawn(tmp_path: Path) -> None:
+    plot_bars(tmp_path / "bars.png", "A title", {"one": {"a": 1.0, "b": 2.0}, "two": {"b": 3.0}}, "seconds")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_choice_may_be_among_some_of_the_devices() -> None:
+    from manyhands.benches.emulated import among
+    from manyhands.measuring import graph_of
+
+    graph = graph_of("demo", ((1, 28, 28),), 8)
+    three: Cluster = replace(cluster(dict.fromkeys("abc", 1e9), 1000), latency_s=1e-4)
+    assert among(("b", "c"), by_name("batch"))(graph, three).devices == ("b", "c")
