@@ -101,7 +101,7 @@ class Hands:
             raise RequestError(
                 f"the plan is for {', '.join(chosen.devices)}; here are {', '.join(self.devices)}."
             )
-        if not knows_weights_apart(optimiser):
+        if clip is not None or not knows_weights_apart(optimiser):  # weights change at once in the end
             chosen = replace(chosen, in_flight_bytes=LEAST_IN_FLIGHT)
         transport = Gloo(self.device, self.devices, self.timeout_s)
         settings = Settings(loss, seed, clip, None, Feed(feed))

@@ -144,7 +144,7 @@ def _calibrated(cluster: Cluster, graph: Graph, rehearsed: dict[Plan, list[float
         cuts = plan.segments[0].layout.cuts  # of nearly all; where maps are single pixels, samples are cut
         if len(cuts) == 1:
             took.setdefault(_AXES[cuts[0].axis], (api.lower(graph, plan), median(seconds)))
-    if took:
+    if len(took) > 1:  # one alone tells nothing of messages
         cluster = replace(cluster, latency_s=_waking_latency(cluster, list(took.values())))
     stretches = dict.fromkeys(took, 1.0)
     for _ in range(CORRECTIONS):

@@ -15,7 +15,7 @@ import pytest
 
 from manyhands import emulating
 from manyhands.emulation import cgroups, devices, network
-from manyhands.emulation.names import is_leftover, own_prefix
+from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.loading import load_cluster
@@ -50,11 +50,12 @@ print((time.process_time() - busy) / (time.perf_counter() - start))
 """
 
 
-def left_over() -> set[str]:
-    """Everything of ours in the kernel, and the links of this machine's own network."""
-    groups = {str(p) for root in ("", "cpu", "memory") for p in Path("/sys/fs/cgroup", root).glob("manyhands-*")}
-    spaces = {p.name for p in network.NAMESPACES.glob("manyhands-*")} if network.NAMESPACES.is_dir() else set()
-    return groups | spaces | {f"link {name}" for name in os.listdir("/sys/class/net")}
+def left_over(pid: int) -> set[str]:
+    """What a process has made in the kernel, and the links of this machine's own network."""
+    ours = f"{FAMILY}{pid}-*"
+    places = [Path("/sys/fs/cgroup", kind) for kind in ("", "cpu", "memory")] + [network.NAMESPACES]
+    links = {f"link {name}" for name in os.listdir("/sys/class/net")}
+    return {str(path) for place in places if place.is_dir() for path in place.glob(ours)} | links
 
 
 def start(within: tuple[str, ...], *words: str) -> subprocess.Popen[str]:
@@ -97,13 +98,13 @@ def test_who_needs_more_memory_than_there_is_is_killed_and_named() -> None:
 
 @needs_root
 def test_fifty_times_up_and_down_leave_nothing() -> None:
-    before = left_over()
+    before = left_over(os.getpid())
     children = len(psutil.Process().children(recursive=True))
     for _ in range(50):
         with devices.emulated(PAIR, FAST) as emulation:
             subprocess.run([*emulation.within["a"], "true"], check=True)
-            assert len(left_over()) > len(before)
-    assert left_over() == before
+            assert len(left_over(os.getpid())) > len(before)
+    assert left_over(os.getpid()) == before
     assert len(psutil.Process().children(recursive=True)) == children
 
 
@@ -123,36 +124,38 @@ def emulate(path: Path, *words: str, options: tuple[str, ...] = ()) -> subproces
 SLEEP = (sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(600)")
 
 
+def asleep(folder: Path) -> subprocess.Popen[str]:
+    """A run whose commands sleep on both devices."""
+    process = emulate(cluster_file(folder), *SLEEP)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "pi-1 asleep" in line or "pi-0 asleep" in line:
+            return process
+    pytest.fail(f"it ended: {process.communicate()[1]}")
+
+
 @needs_root
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_takes_everything_down(tmp_path: Path, how: signal.Signals) -> None:
-    before = left_over()
-    process = emulate(cluster_file(tmp_path), *SLEEP)
-    assert process.stdout is not None
-    while "asleep" not in process.stdout.readline():
-        pass
+    process = asleep(tmp_path)
     process.send_signal(how)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + how and errors.strip() == "manyhands: stopped"
-    assert left_over() == before
+    assert all(name.startswith("link ") for name in left_over(process.pid))
 
 
 @needs_root
 def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
-    before = left_over()
-    process = emulate(cluster_file(tmp_path), *SLEEP)
-    assert process.stdout is not None
-    while "asleep" not in process.stdout.readline():
-        pass
-    asleep = psutil.Process(process.pid).children(recursive=True)
-    assert len(asleep) == 2
+    process = asleep(tmp_path)
+    commands = psutil.Process(process.pid).children(recursive=True)
+    assert len(commands) == 2
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(asleep, timeout=10)
+    _, alive = psutil.wait_procs(commands, timeout=10)
     assert not alive
-    assert left_over() > before
+    assert not all(name.startswith("link ") for name in left_over(process.pid))
     devices.remove_leftovers()
-    assert left_over() == before
+    assert all(name.startswith("link ") for name in left_over(process.pid))
 
 
 @needs_root
@@ -224,8 +227,8 @@ def test_an_emulated_cluster_reads_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_what_is_left_over_is_told_by_its_name() -> None:
-    pid, started = own_prefix().split("-")[1:3]
+    pid, started = own_prefix().split("-")[2:4]
     assert not is_leftover(f"{own_prefix()}a")
-    assert is_leftover(f"manyhands-{pid}-{int(started) - 1}-a")
-    assert is_leftover("manyhands-4194304-17-a")
-    assert not is_leftover("somebody-elses-1-2-a")
+    assert is_leftover(f"{FAMILY}{pid}-{int(started) - 1}-a")
+    assert is_leftover(f"{FAMILY}4194304-17-a")
+    assert not is_leftover("manyhands-1-2-a")

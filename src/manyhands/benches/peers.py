@@ -75,7 +75,8 @@ def run(
     wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
     core, cells = core_flops_per_s(), []
     for model, mbit in wanted:
-        file = None if keep is None else keep / f"{model}-{mbit:g}.json"
+        setting = f"{model}-{mbit:g}-{dilation or 0:g}-{rounds}-{'-'.join(peers) or 'all'}".replace(" ", "_")
+        file = None if keep is None else keep / f"{setting}.json"
         if file is not None and file.is_file():
             cells.append(decode(Cell, json.loads(file.read_text())))
             continue

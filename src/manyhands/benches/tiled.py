@@ -173,9 +173,12 @@ def table(result: Result) -> Table:
     for heading in ("devices", "batch", "Mbit/s", "one core", "one device", *WAYS, "plan of auto"):
         table.add_column(heading)
     for row in result.rows:
+        raced = dict(row.seconds)
         cells = [
-            f"{row.one_core_s / seconds:.1f}x ({row.one_device_s / seconds / row.devices:.0%})"
-            for _, seconds in row.seconds
+            f"{row.one_core_s / raced[way]:.1f}x ({row.one_device_s / raced[way] / row.devices:.0%})"
+            if way in raced
+            else "cannot be"
+            for way in WAYS
         ]
         setting = (str(row.devices), str(row.batch), f"{row.mbit:g}")
         alone = (f"{row.one_core_s:.1f} s", f"{row.one_device_s:.1f} s")

@@ -74,6 +74,11 @@ def table(result: Result) -> Table:
     for lap in result.laps:
         foreseen = "" if lap.foreseen_s is None else f"{lap.foreseen_s:.2f} s"
         table.add_row(lap.name, f"{lap.seconds:.2f} s", foreseen, lap.layouts)
+    if result.alone_is_chosen:
+        table.caption = "the planner says that the Pi 5 alone is best; " + (
+            "so it is" if result.within else "equal shares are faster"
+        )
+        return table
     table.caption = (
         f"auto is {result.over_equal:.2f} times as fast as equal shares (required {OVER_EQUAL:g}) and "
         f"{result.over_alone:.2f} times as fast as the Pi 5 alone"

@@ -14,8 +14,8 @@ class Board:
     memory_bytes: int
 
 
-# LINPACK in double precision, the one figure that was published for all of them. Only relations matter: a
-# profile of the real board is better.
+# LINPACK in double precision, the one figure that was published for all of them. What a board reaches in the
+# convolutions of a training, in single precision, is up to twice as much: a profile is better.
 #   Raspberry Pi 3B 3.62, Odroid-XU 8.3, Jetson TX1 16.0: Cloutier, Paradis and Weaver, "A Raspberry Pi
 #     Cluster Instrumented for Fine-Grained Power Measurement", Electronics 5(4), 61, 2016.
 #   Raspberry Pi 4B 15.5: "Empirical study on Raspberry Pi", the second of the papers that manyhands follows.

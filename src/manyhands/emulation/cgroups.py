@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from manyhands.emulation.names import is_leftover, own_prefix
+from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
 from manyhands.errors import RequestError
 
 ROOT = Path("/sys/fs/cgroup")
@@ -100,8 +100,9 @@ def limited(
             _limit(folder, kind, limit)
         yield Group(tuple(folders), memory_bytes)
     finally:
-        for folder in folders:
-            _remove(folder)
+        with ExitStack() as stack:
+            for folder in folders:
+                stack.callback(_remove, folder)
 
 
 def _limit(folder: Path, kind: str, limit: float) -> None:
@@ -143,7 +144,7 @@ def _remove(folder: Path) -> None:
 def remove_leftovers(root: Path = ROOT) -> int:
     """Groups of processes that are no more, with all that runs in them; how many there were."""
     places = {place for kind in _V1_FILES if (place := _place(root, kind)) is not None}
-    found = [f for place in places for f in place.glob("manyhands-*") if is_leftover(f.name)]
+    found = [f for place in places for f in place.glob(f"{FAMILY}*") if is_leftover(f.name)]
     for folder in found:
         _remove(folder)
     return len(found)

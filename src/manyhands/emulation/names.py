@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
-import psutil
-
-_PATTERN = re.compile(r"manyhands-(\d+)-(\d+)-")
+FAMILY = "manyhands-emulated-"  # how all names begin
+_PATTERN = re.compile(rf"{FAMILY}(\d+)-(\d+)-")
 
 
 def own_prefix() -> str:
     """How names begin that this process gives: with its number and when it was started."""
-    return f"manyhands-{os.getpid()}-{_started(os.getpid())}-"
+    return f"{FAMILY}{os.getpid()}-{_started(os.getpid())}-"
 
 
 def is_leftover(name: str) -> bool:
@@ -22,8 +22,9 @@ def is_leftover(name: str) -> bool:
 
 
 def _started(pid: int) -> int:
+    """When a process was started, in ticks since the machine was: no clock that is set later changes that."""
     try:
-        process = psutil.Process(pid)
-        return -1 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time())
-    except psutil.NoSuchProcess:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return -1
+    return -1 if state in "ZX" else int(fields[18])

@@ -5,19 +5,24 @@ The switch is a namespace too: of the machine's own network nothing is touched.
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from manyhands.emulation.names import is_leftover, own_prefix
-from manyhands.errors import RequestError
+from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
+from manyhands.errors import RequestError, RunError
 
 NAMESPACES = Path("/run/netns")
 PLUG = "eth0"  # the network device of every emulated device
-BUCKET_S = 0.02  # of a rate that may pass at once: timers of a virtual machine come late by as much
+BUCKET_S = 0.005  # of a rate that may pass at once: timers come late by as much
 LEAST_BUCKET = 64_000  # bytes: the kernel hands over packets of up to 64 kB
+TRIES = 20  # to make a namespace
 QUEUE_S = 0.4  # after which a packet that waits for its turn is dropped
 
 
@@ -40,7 +45,8 @@ def wired(bytes_per_s: Mapping[str, float], latency_s: float = 0.0) -> Iterator[
         raise RequestError(f"{reason}.")
     network = Network(tuple(bytes_per_s), own_prefix())
     try:
-        network.make(bytes_per_s, latency_s)
+        with _usual_end():
+            network.make(bytes_per_s, latency_s)
         yield network
     finally:
         network.remove()
@@ -62,10 +68,10 @@ class Network:
         return ("nsenter", f"--net={NAMESPACES / self.namespace(device)}")
 
     def make(self, bytes_per_s: Mapping[str, float], latency_s: float) -> None:
-        from pyroute2 import IPRoute, netns
+        from pyroute2 import IPRoute
 
         for name in (self.switch, *map(self.namespace, self.devices)):
-            netns.create(name)
+            _create(name)
         with IPRoute(netns=self.switch) as switch:
             switch.link("add", ifname="bridge", kind="bridge")
             (bridge,) = switch.link_lookup(ifname="bridge")
@@ -89,16 +95,27 @@ class Network:
 
     def sent_bytes(self, device: str) -> int:
         """What has left a device through its cable."""
-        from pyroute2 import IPRoute
-
-        with IPRoute(netns=self.namespace(device)) as own:
-            (eth,) = own.link_lookup(ifname=PLUG)
-            (facts,) = own.link("get", index=eth)
-            return int(facts.get_attr("IFLA_STATS64")["tx_bytes"])
+        words = [*self.before(device), "cat", "/proc/net/dev"]
+        lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+        own = next(line for line in lines if line.strip().startswith(f"{PLUG}:"))
+        return int(own.partition(":")[2].split()[8])
 
     def remove(self) -> None:
         for name in (self.switch, *map(self.namespace, self.devices)):
             _remove(name)
+
+
+@contextmanager
+def _usual_end() -> Iterator[None]:
+    """pyroute2 forks this process and ends the copies: none of them may tidy up what is ours."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _shape(route: Any, index: int, bytes_per_s: float) -> None:
@@ -106,23 +123,38 @@ def _shape(route: Any, index: int, bytes_per_s: float) -> None:
     bucket = max(int(BUCKET_S * bytes_per_s), LEAST_BUCKET)
     limit = bucket + int(QUEUE_S * bytes_per_s)
     route.tc("add", "tbf", index, 0x10000, rate=int(bytes_per_s), burst=bucket, limit=limit, mtu=0)
-    _child(route, "fq_codel", index)
+    _child(route, "fq_codel", index, 0x20000)
 
 
 def _delay(route: Any, index: int, latency_s: float) -> bool:
     """Packets leave later by as much, where the kernel knows how to."""
-    return _child(route, "netem", index, delay=round(1e6 * latency_s), limit=100_000)
+    return _child(route, "netem", index, 0x30000, delay=round(1e6 * latency_s), limit=100_000)
 
 
-def _child(route: Any, kind: str, index: int, **options: int) -> bool:
+def _child(route: Any, kind: str, index: int, handle: int, **options: int) -> bool:
     """Put another queue behind the rate, if the kernel has that kind."""
     from pyroute2.netlink.exceptions import NetlinkError
 
     try:
-        route.tc("replace", kind, index, 0x20000, parent=0x10001, **options)
+        route.tc("replace", kind, index, handle, parent=0x10001, **options)
         return True
-    except NetlinkError:
+    except NetlinkError as error:
+        if error.code not in (errno.ENOENT, errno.EOPNOTSUPP):
+            raise
         return False
+
+
+def _create(name: str) -> None:
+    """A process of pyroute2's makes it, and is given up too early where the machine is busy: then again."""
+    from pyroute2 import netns
+
+    for _ in range(TRIES):
+        with suppress(FileExistsError):  # begun, and given up before it was whole
+            netns.create(name)
+        if os.path.ismount(NAMESPACES / name):
+            return
+        _remove(name)
+    raise RunError(f"no network namespace could be made in {TRIES} tries. Is the machine very busy?")
 
 
 def _remove(name: str) -> None:
@@ -134,7 +166,7 @@ def _remove(name: str) -> None:
 
 def remove_leftovers() -> int:
     """Namespaces of processes that are no more; how many there were."""
-    found = [path.name for path in NAMESPACES.glob("manyhands-*") if is_leftover(path.name)]
+    found = [path.name for path in NAMESPACES.glob(f"{FAMILY}*") if is_leftover(path.name)]
     for name in found:
         _remove(name)
     return len(found)

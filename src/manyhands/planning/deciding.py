@@ -86,7 +86,7 @@ def decide(
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     fitting.sort(key=lambda option: _rank(option, cluster))
     roomy = [decider.with_room(option) for option in fitting[:ROOMY]]
-    best = min(roomy, key=lambda option: _rank(option, cluster), default=None)
+    best = min((*roomy, *fitting[:1]), key=lambda option: _rank(option, cluster), default=None)
     return Decision(best, (*named, *(option for option in found if option is not best)))
 
 

@@ -50,7 +50,10 @@ class Weights:
         if bucket is None:
             optimiser.step()
             return
-        assert knows_weights_apart(optimiser), "the plan changes weights one after another"
+        if not knows_weights_apart(optimiser):
+            raise RequestError(
+                "this plan changes weights one after another: use an optimiser of torch.optim."
+            )
         chosen = {id(own) for p, own in self.owned.items() if self.bucket_of.get(p, NO_BUCKET) == bucket}
         every = [group["params"] for group in optimiser.param_groups]
         try:

@@ -24,7 +24,7 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Span, Tile
-from manyhands.ir.plan import Kept, Plan
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Kept, Plan
 from manyhands.loading import default_input, load_cluster, load_model, parse_bytes, parse_inputs
 from manyhands.measuring import known_local, threads_each
 from manyhands.planning.feeding import Feed, feed_plan
@@ -183,11 +183,15 @@ def job_cluster(job: Job) -> Cluster:
 
     On an emulated device they are those that are emulated, whatever the job says.
     """
-    file = os.environ.get("MANYHANDS_CLUSTER") or job.cluster
-    cluster = load_cluster(Path(file) if file else None, job.devices)
+    cluster = load_cluster(_cluster_file(job), job.devices)
     limit = parse_bytes(job.memory) if job.memory else None
     devices = tuple(replace(d, memory_bytes=d.memory_bytes or limit) for d in cluster.devices)
     return replace(cluster, devices=devices)
+
+
+def _cluster_file(job: Job) -> Path | None:
+    file = os.environ.get("MANYHANDS_CLUSTER") or job.cluster
+    return Path(file) if file else None
 
 
 def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster, Lowered]:
@@ -198,12 +202,14 @@ def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster,
     with torch.device("meta"):
         model = build_model(job, facts)
     graph = api.trace(model.train(), example(job)).graph
-    if job.cluster is None:
+    if _cluster_file(job) is None:
         count, thrifty = len(cluster.devices), job.memory is not None
         measured = known_local(graph, count, threads=threads_each(count), thrifty=thrifty)
         cluster = replace(measured, devices=cluster.devices)
     kept = _kept(job)
     plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster), kept=kept)
+    if job.clip is not None:  # then weights change at once in the end, and room for more is not used
+        plan = replace(plan, in_flight_bytes=LEAST_IN_FLIGHT)
     lowered = api.lower(graph, plan, clip=job.clip is not None)
     _refuse_large(lowered, cluster, job)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]
