@@ -77,7 +77,7 @@ def laps(
     rounds: int,
     tell: Tell,
 ) -> tuple[Lap, ...]:
-    """Every contestant's usual step, all in turns; those that cannot run at all are left out and told."""
+    """Every contestant's usual step, all in turns; plans that cannot be made are left out and told."""
     graph = graph_of(setting.model, (setting.shape,), setting.batch)
     with emulated(setting.cluster, core_flops_per_s, dilation) as emulation:
         tell("how long layers take")

@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peak memory of activations: of one device, and of the one that needs most of several."""
+    """Growth of a process in a step over what it has when it is ready: activations, gradients, momentum."""
 
     devices: int
     batch: int
@@ -185,5 +185,6 @@ def table(result: Result) -> Table:
         table.add_row(*setting, *alone, *cells, row.layouts)
     if result.memory:
         parts = [f"{m.devices} devices {m.less:.1f} times less" for m in result.memory]
-        table.caption = f"activations of the fullest device, {result.memory[0].strategy}: {', '.join(parts)}"
+        how = f"{result.memory[0].strategy}: growth of the fullest process over its weights in a step"
+        table.caption = f"{how}, {', '.join(parts)}"
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,9 @@ class Emulation:
 
 def why_not() -> str | None:
     """What is missing to emulate devices here; None where nothing is."""
-    return network.why_not() or cgroups.why_not(kinds=("memory", "cpu"))
+    missing = [command for command in ("nsenter", "setpriv") if shutil.which(command) is None]
+    lacking = f"the command {missing[0]} is missing (it comes with util-linux)" if missing else None
+    return network.why_not() or cgroups.why_not(kinds=("memory", "cpu")) or lacking
 
 
 def remove_leftovers() -> int:
