@@ -41,6 +41,7 @@ def changed(number: int, new: Row) -> Result:
         changed(1, row(True, -0.12)),  # the median of what was rehearsed
         changed(2, row(True, 0.26)),  # its worst
         changed(3, row(False, -0.2)),  # the median of what was not
+        changed(4, row(False, -0.26)),
         changed(0, row(True, 0.09, -0.06)),  # memory: under
         changed(0, row(True, 0.09, 0.11)),  # and worst
         replace(GOOD, choices=(choice(1.0), choice(1.06))),
