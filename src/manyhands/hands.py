@@ -28,7 +28,6 @@ from manyhands.ir.plan import LEAST_IN_FLIGHT, Plan
 from manyhands.planning.feeding import Feed
 from manyhands.runtime.hosts import interface_to, local_addresses
 from manyhands.runtime.transport import Gloo
-from manyhands.runtime.weights import knows_weights_apart
 from manyhands.training.checkpoints import StoredTensors, load_model_file, require_shapes, save_model
 from manyhands.training.trainer import Settings, Trainer, Whole
 
@@ -101,8 +100,7 @@ class Hands:
             raise RequestError(
                 f"the plan is for {', '.join(chosen.devices)}; here are {', '.join(self.devices)}."
             )
-        if clip is not None or not knows_weights_apart(optimiser):  # weights change at once in the end
-            chosen = replace(chosen, in_flight_bytes=LEAST_IN_FLIGHT)
+        chosen = replace(chosen, in_flight_bytes=LEAST_IN_FLIGHT)  # a script may end after any step
         transport = Gloo(self.device, self.devices, self.timeout_s)
         settings = Settings(loss, seed, clip, None, Feed(feed))
         trainer = Trainer(model, examples, chosen, transport, self.device, settings)

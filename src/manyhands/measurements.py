@@ -78,7 +78,7 @@ class Part:
         images = tuple(torch.randn(tile.shape, generator=generator) for tile in tiles)
         return Batch(images, mean_square, 0, tiles)
 
-    def run(self, step: Callable[[Batch], Told]) -> list[Told]:
+    def run(self, worker: Worker, step: Callable[[Batch], Told]) -> list[Told]:
         """What some steps return; how long each is by the clock on the wall is noted. The first warms up."""
         batch, told = self.batch(), []
         for number in range(self.given.rounds + 1):
@@ -86,6 +86,7 @@ class Part:
             start = time.perf_counter()
             told.append(step(batch))
             self.seconds += [time.perf_counter() - start] if number else []
+        worker.mail.settle()
         dist.barrier()  # whoever is ready first does nothing else until all are
         return told[1:]
 
@@ -120,14 +121,15 @@ def rehearse(job: dict[str, Any], place: Place) -> None:
             part, together = rehearsed[number], plan.devices == place.devices and not alone
             worker = part.worker(Rehearsal, gloo if together else Silence())
             worker.clock = time.perf_counter if alone else time.thread_time
-            part.rounds += part.run(worker.rehearse)
+            part.rounds += part.run(worker, worker.rehearse)
             if turn == given.turns - 1:
                 layers, steps = worker.samples(part.rounds)
                 samples = {"layers": encode(layers), "steps": encode(steps)}
                 say("rehearsed", plan=number, together=together, seconds=part.seconds, **samples)
         for number in range(len(given.stepped)):
             if number in stepped:
-                stepped[number].run(stepped[number].worker(Worker, gloo).step)
+                stepper = stepped[number].worker(Worker, gloo)
+                stepped[number].run(stepper, stepper.step)
             else:
                 _look_on(given)
     for number, part in stepped.items():
@@ -174,6 +176,8 @@ def compare(job: dict[str, Any], place: Place) -> None:
                     if turn and again:
                         parts[number].seconds.append(time.perf_counter() - start)
                         busy_s[number].append(time.thread_time() - started)
+            if number in ready:
+                ready[number][0].mail.settle()
     for number, part in parts.items():
         say("stepped", plan=number, seconds=part.seconds, busy_s=busy_s[number])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,8 @@ from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
 from manyhands.tracing.graphs import trace
 
-WARM_UP = 3  # rounds that do not count: PowerSGD begins with its third step
+WARM_UP = 1  # round that does not count: PowerSGD begins with its third step
+Contestant = tuple[str, Step | None, Callable[[], None]]  # name, step, and what to do after steps in a row
 PATIENCE_S = 3600.0  # of a contestant that has much to send over a thin wire
 
 
@@ -45,43 +46,53 @@ class RaceJob:
 
 
 def take_part(job: dict[str, Any], place: Place) -> None:
-    """One device's part of a race: in every round all devices begin a step of each contestant at once."""
+    """One device's part of a race: in every round all devices begin a step of each contestant at once.
+
+    Each makes two, of which the second counts: it has to wait for what the first may have left on its way.
+    """
     given = decode(RaceJob, job)
     contestants = [*_plans(given, place), *_peers(given, place)]
-    taken: dict[str, list[float]] = {name: [] for name, _ in contestants}
+    taken: dict[str, list[float]] = {name: [] for name, *_ in contestants}
     for number in range(WARM_UP + given.rounds):
-        for name, step in contestants:
-            dist.barrier()
-            start = time.perf_counter()
-            if step is not None:
-                step()
-                if number >= WARM_UP:
-                    taken[name].append(time.perf_counter() - start)
+        for name, step, settle in contestants:
+            for again in (False, True):
+                dist.barrier()
+                start = time.perf_counter()
+                if step is not None:
+                    step()
+                    if number >= WARM_UP and again:
+                        taken[name].append(time.perf_counter() - start)
+            settle()
     for name, seconds in taken.items():
         if seconds:
             say("raced", name=name, seconds=seconds)
 
 
-def _plans(given: RaceJob, place: Place) -> list[tuple[str, Step | None]]:
+def _plans(given: RaceJob, place: Place) -> list[Contestant]:
     if not given.plans:
         return []
     gloo, example = connect(place), examples(given.inputs, given.batch, torch.float32)
     traced = trace(load_model(given.model), example)
     job = PlansJob(given.model, given.inputs, (), 0, 0)
-    found: list[tuple[str, Step | None]] = []
+    found: list[Contestant] = []
     for name, plan in given.plans:
         if place.device not in plan.devices:
-            found.append((name, None))
+            found.append((name, None, _nothing))
             continue
         part = Part(traced, plan, place.device, job)
-        found.append((name, partial(part.worker(Worker, gloo).step, part.batch())))
+        worker = part.worker(Worker, gloo)
+        found.append((name, partial(worker.step, part.batch()), worker.mail.settle))
     return found
 
 
-def _peers(given: RaceJob, place: Place) -> list[tuple[str, Step | None]]:
+def _nothing() -> None:
+    pass
+
+
+def _peers(given: RaceJob, place: Place) -> list[Contestant]:
     (images,) = random_inputs(examples(given.inputs, given.batch, torch.float32), 0)
     arena = Arena(partial(load_model, given.model), images, place.rank, len(place.devices))
-    return [(name, PEERS[name].make(arena)) for name in given.peers]
+    return [(name, PEERS[name].make(arena), _nothing) for name in given.peers]
 
 
 def race(emulation: Emulation, job: RaceJob) -> dict[str, list[float]]:

@@ -131,6 +131,7 @@ def demo(job: dict[str, Any], place: Place) -> None:
         pixels, targets = pick_batch(images, labels, given.batch, given.seed, step)
         loss = worker.step(Batch((pixels,), lambda outputs, y=targets: cross_entropy(outputs, y), step))  # type: ignore[misc]
         say("step", step=step, loss=loss, sent_bytes=worker.transport.sent_bytes)
+    worker.mail.settle()
     outcome = Outcome([])
     for name, tensor in worker.weights.tensors.items():
         outcome.parameters.append(Held(name, worker.weights.tiles[name], tensor.detach()))
@@ -167,6 +168,7 @@ def measure(job: dict[str, Any], place: Place) -> None:
         start = time.perf_counter()
         worker.step(Batch(inputs, mean_square, step, tiles))
         say("step", seconds=time.perf_counter() - start)
+    worker.mail.settle()
     parameters = [p for p in worker.weights.tensors.values() if isinstance(p, nn.Parameter)]
     state = worker.optimiser.state if worker.optimiser else {}
     states = [t for s in state.values() for t in s.values() if isinstance(t, Tensor)]

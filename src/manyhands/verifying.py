@@ -138,6 +138,7 @@ def train(worker: Worker, trial: Trial) -> Outcome:
         worker.step(Batch(cropped(inputs, tiles), trial.loss, step, tiles))
         for step, inputs in enumerate(trial.batches)
     ]
+    worker.mail.settle()
     outcome = Outcome(losses, sent_bytes=worker.transport.sent_bytes)
     for name, tensor in worker.weights.tensors.items():
         tile = worker.weights.tiles[name]

@@ -1,4 +1,4 @@
-"""With room for more on its way, weights change and travel while other gradients still flow back."""
+"""With room for more on its way, weights travel while the next step begins."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pytest
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.graph import Graph, Input, Layer
 from manyhands.ir.program import (
-    NO_BUCKET,
-    Backward,
     Content,
+    Expect,
+    Forward,
     Program,
     Receive,
     Send,
     Update,
+    forward_steps,
     gradient_steps,
     parse_program,
+    postponed,
     sent_bytes,
 )
 from manyhands.planning import weights
@@ -51,43 +53,78 @@ def made(in_flight_bytes: int, *, clip: bool = False, devices: str = "ab") -> Lo
     return lower(graph, plan, clip=clip)
 
 
-def updates(program: Program) -> list[int | None]:
-    return [step.bucket for step in program.steps if isinstance(step, Update)]
+def weights_received(program: Program) -> list[int]:
+    """Where in a program weights are waited for."""
+    return [
+        index
+        for index, step in enumerate(program.steps)
+        if isinstance(step, Receive) and step.message.content is Content.WEIGHTS
+    ]
 
 
-def test_weights_change_bucket_by_bucket_before_backward_is_over() -> None:
-    found = made(ROOM)
+@pytest.mark.parametrize("clip", [False, True])
+def test_weights_are_waited_for_by_the_next_step_before_the_layer_that_needs_them(clip: bool) -> None:
+    found = made(ROOM, clip=clip)
     check(found)
+    needed = {p.name: layer.name for layer in found.graph.layers for p in layer.parameters}
+    assert len(found.buckets) > 2
     for program in found.programs:
         assert parse_program(str(program)) == program
-        assert updates(program) == [*range(len(found.buckets)), NO_BUCKET] and len(found.buckets) > 2
         steps = program.steps
-        last = max(index for index, step in enumerate(steps) if isinstance(step, Backward))
-        assert steps.index(Update(0)) < last
-        sent = [s.message.content for s in steps[:last] if isinstance(s, Send)]
-        assert Content.WEIGHTS in sent
+        assert steps.count(Update()) == 1 and len(postponed(program)) == len(found.buckets)
+        for index in weights_received(program):
+            message = steps[index].message  # type: ignore[union-attr]
+            pieces = [p for _, part in found.buckets[message.segment].parts for p in part]
+            readers = {needed[piece.parameter] for piece in pieces}
+            first = min(i for i, s in enumerate(steps) if isinstance(s, Forward) and readers & set(s.layers))
+            assert index < first
+            assert not any(isinstance(s, Forward) for s in steps[index:first]), "no earlier than needed"
+            assert steps.index(Update()) < steps.index(Expect(message))
 
 
-@pytest.mark.parametrize(("in_flight_bytes", "clip"), [(0, False), (4 << 20, False), (ROOM, True)])
-def test_in_the_end_they_change_at_once(in_flight_bytes: int, clip: bool) -> None:
-    """Clipping needs the norm of all gradients."""
-    found = made(in_flight_bytes, clip=clip)
+def test_those_that_are_needed_first_leave_first() -> None:
+    found = made(ROOM)
+    for program in found.programs:
+        sent = [s.message for s in program.steps if isinstance(s, Send)]
+        buckets = [message.segment for message in sent if message.content is Content.WEIGHTS]
+        assert buckets == sorted(buckets, reverse=True) and len(set(buckets)) > 2
+
+
+def test_not_all_send_to_the_same_device_at_once() -> None:
+    """Of one bucket, whatever the others do, every device is sent to by one other at a time."""
+    found = made(ROOM, devices="abc")
+    for content in (Content.SLOPES, Content.WEIGHTS):
+        ways = []
+        for program in found.programs:
+            sent = [s.message for s in program.steps if isinstance(s, Send)]
+            ways.append([m.target for m in sent if m.content is content and m.segment == 0])
+        assert ways and all(len(set(turn)) == len(turn) for turn in zip(*ways, strict=True))
+
+
+@pytest.mark.parametrize("in_flight_bytes", [0, 4 << 20])
+def test_without_room_a_step_waits_for_its_own(in_flight_bytes: int) -> None:
+    found = made(in_flight_bytes)
     check(found)
-    assert all(updates(program) == [None] for program in found.programs)
+    for program in found.programs:
+        assert not postponed(program)
+        assert min(weights_received(program)) > program.steps.index(Update())
 
 
-def test_as_much_travels_and_accumulating_leaves_it_out() -> None:
-    early, late = made(ROOM), made(0)
-    assert [sent_bytes(p) for p in early.programs] == [sent_bytes(p) for p in late.programs]
-    for program in early.programs:
-        alone = gradient_steps(program)
-        assert not any(isinstance(step, Update) for step in alone)
-        assert all(s.message.content is not Content.WEIGHTS for s in alone if isinstance(s, Send | Receive))
+def test_as_much_travels_and_predicting_and_accumulating_leave_it_out() -> None:
+    roomy, tight = made(ROOM), made(0)
+    assert [sent_bytes(p) for p in roomy.programs] == [sent_bytes(p) for p in tight.programs]
+    for program, other in zip(roomy.programs, tight.programs, strict=True):
+        for some in (gradient_steps, forward_steps):
+            alone = some(program)
+            assert alone == some(other) and len(alone) > 4
+            assert all(
+                s.message.content is not Content.WEIGHTS for s in alone if isinstance(s, Send | Receive)
+            )
 
 
 def test_weights_that_are_sent_before_they_change_are_found() -> None:
     found = made(ROOM)
-    steps = [step for step in found.program("a").steps if step != Update(1)]
+    steps = [step for step in found.program("a").steps if step != Update()]
     with pytest.raises(Flawed, match="those of the step before"):
         check(with_steps(found, "a", tuple(steps)))
 
@@ -95,18 +132,26 @@ def test_weights_that_are_sent_before_they_change_are_found() -> None:
 def test_gradients_that_come_after_the_change_are_found() -> None:
     found = made(ROOM)
     steps = list(found.program("a").steps)
-    steps.remove(Update(1))
+    steps.remove(Update())
     first = next(
         i for i, s in enumerate(steps) if isinstance(s, Receive) and s.message.content is Content.SLOPES
     )
-    steps.insert(first, Update(1))
+    steps.insert(first, Update())
     with pytest.raises(Flawed, match="changed already"):
         check(with_steps(found, "a", tuple(steps)))
 
 
+def test_weights_that_the_next_step_would_wait_for_in_vain_are_found() -> None:
+    found = made(ROOM)
+    steps = found.program("a").steps
+    sent = next(s for s in steps if isinstance(s, Send) and s.message.content is Content.WEIGHTS)
+    with pytest.raises(Flawed, match="nobody sends"):
+        check(with_steps(found, "a", tuple(step for step in steps if step != sent)))
+
+
 def test_on_a_thin_wire_it_is_foreseen_to_be_faster_and_to_take_more_memory() -> None:
-    early, late = made(ROOM, devices="abc"), made(0, devices="abc")
+    roomy, tight = made(ROOM, devices="abc"), made(0, devices="abc")
     slow = Cluster(tuple(Device(name, flops_per_s=1e6) for name in "abc"), 1e4, 1e-4)
-    seconds = [simulate(each, slow, memory=False).cost.seconds for each in (early, late)]
+    seconds = [simulate(each, slow, memory=False).cost.seconds for each in (roomy, tight)]
     assert seconds[0] < seconds[1]
-    assert max(peaks(early).values()) > max(peaks(late).values())
+    assert max(peaks(roomy).values()) > max(peaks(tight).values())

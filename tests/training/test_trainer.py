@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from manyhands import api
 from manyhands.errors import RequestError
 from manyhands.hands import Training
 from manyhands.ir.geometry import Span
+from manyhands.ir.plan import LEAST_IN_FLIGHT
 from manyhands.ir.program import sent_bytes
 from manyhands.planning.feeding import Feed
 from manyhands.runtime.inprocess import run_in_process
@@ -98,10 +100,16 @@ def together(here: Trainer) -> Trainer:
 
 
 def trainer(
-    strategy: str, device: str, devices: int, transport: Transport, feed: Feed = Feed.REPLICATED
+    strategy: str,
+    device: str,
+    devices: int,
+    transport: Transport,
+    feed: Feed = Feed.REPLICATED,
+    in_flight_bytes: int = LEAST_IN_FLIGHT,
 ) -> Trainer:
     model, example = network(), torch.empty(BATCH, 3, 12, 12, dtype=torch.float64)
     plan = api.plan(api.trace(model, example).graph, devices, strategy)
+    plan = replace(plan, in_flight_bytes=in_flight_bytes)
     return together(Trainer(model, (example,), plan, transport, device, Settings(F.cross_entropy, feed=feed)))
 
 
@@ -117,26 +125,34 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-10)
 
 
+ROOM = 64 << 20  # bytes on their way: a step leaves weights to the next
 PLANS = [("batch", 3), ("rows", 3), ("channels", 2), ("batch:2,rows:2", 4), ("single", 1)]
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize(("strategy", "count"), PLANS)
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("in_flight_bytes", [LEAST_IN_FLIGHT, ROOM])
 def test_steps_predictions_and_the_collected_state_are_those_of_one_device(
-    strategy: str, count: int, make: Callable[[Any], torch.optim.Optimizer], accumulate: int
+    strategy: str,
+    count: int,
+    make: Callable[[Any], torch.optim.Optimizer],
+    accumulate: int,
+    in_flight_bytes: int,
 ) -> None:
     model, losses = plain(make, accumulate)
     images, labels = batches(1)[0]
 
     def work(device: str, transport: Transport) -> tuple[list[Any], Tensor, State | None]:
-        here = trainer(strategy, device, count, transport)
+        here = trainer(strategy, device, count, transport, in_flight_bytes=in_flight_bytes)
         here.worker.use_optimiser(make)
         data = batches(STEPS * accumulate)
         found = [
             here.step(*(((x,), y) for x, y in data[s * accumulate : (s + 1) * accumulate]))
             for s in range(STEPS)
         ]
+        left = in_flight_bytes == ROOM and strategy in ("batch", "rows", "batch:2,rows:2")
+        assert bool(here.worker.mail.arriving) == left, "a step with room leaves weights on their way"
         outputs, _ = here.predict((images,), labels)
         return found, outputs, here.collect()
 

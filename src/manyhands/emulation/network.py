@@ -119,11 +119,13 @@ def _usual_end() -> Iterator[None]:
 
 
 def _shape(route: Any, index: int, bytes_per_s: float) -> None:
-    """A rate; connections take turns at it where the kernel knows how to, as they do on a Linux machine."""
+    """A rate; who waits for it is sorted as on a Linux machine."""
     bucket = max(int(BUCKET_S * bytes_per_s), LEAST_BUCKET)
     limit = bucket + int(QUEUE_S * bytes_per_s)
     route.tc("add", "tbf", index, 0x10000, rate=int(bytes_per_s), burst=bucket, limit=limit, mtu=0)
-    _child(route, "fq_codel", index, 0x20000)
+    for kind in ("fq_codel", "pfifo_fast"):  # what Linux machines have by default, the one or the other
+        if _child(route, kind, index, 0x20000):
+            break
 
 
 def _delay(route: Any, index: int, latency_s: float) -> bool:

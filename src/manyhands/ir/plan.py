@@ -40,7 +40,7 @@ class Plan:
     """Which devices compute which layers in which layout. `graph` is the digest of the graph it is for.
 
     `in_flight_bytes` may be on their way out of a device while it goes on computing; they are held in memory.
-    With more than the least, weights are changed and sent back as soon as their gradients are there.
+    With more than the least, a step may end while new weights are on their way: the next one waits for them.
     """
 
     graph: str

@@ -9,8 +9,6 @@ from itertools import takewhile
 
 from manyhands.ir.geometry import Tile
 
-NO_BUCKET = -1
-
 
 class Content(Enum):
     """What a message or a buffer holds."""
@@ -196,12 +194,10 @@ class Square:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Let the optimiser change what this device owns: of a bucket, of no bucket, or all, clipped if asked."""
-
-    bucket: int | None = None
+    """Let the optimiser change what this device owns, with gradients clipped if that is asked for."""
 
     def __str__(self) -> str:
-        return "update" if self.bucket is None else f"update {self.bucket}"
+        return "update"
 
 
 Step = (
@@ -237,6 +233,19 @@ def sent_bytes(program: Program) -> int:
     return sum(step.message.num_bytes for step in program.steps if isinstance(step, Send))
 
 
+def postponed(program: Program) -> tuple[Message, ...]:
+    """Messages of the step before, for which this one waits where it needs them: they come before they are
+    expected. In the first step there are none on their way."""
+    found: dict[int, Message] = {}
+    expected: set[int] = set()
+    for step in program.steps:
+        if isinstance(step, Expect):
+            expected.add(step.message.tag)
+        elif isinstance(step, Receive) and step.message.tag not in expected:
+            found[step.message.tag] = step.message
+    return tuple(found.values())
+
+
 _FORWARD = {Content.VALUE, Content.MOMENTS}
 _ALONE = _FORWARD | {Content.GRADIENT, Content.SUMS}
 
@@ -249,7 +258,8 @@ def forward_steps(program: Program) -> tuple[Step, ...]:
             return step.message.content in _FORWARD
         return not isinstance(step, Loss | Backward | Fold | Square | Update)
 
-    return tuple(takewhile(before_loss, program.steps))
+    late = {Receive(message) for message in postponed(program)}
+    return tuple(takewhile(before_loss, (step for step in program.steps if step not in late)))
 
 
 def gradient_steps(program: Program) -> tuple[Step, ...]:
@@ -300,7 +310,7 @@ def parse_step(text: str, device: str) -> Step:
         case "square":
             return Square()
         case "update":
-            return Update(int(rest) if rest else None)
+            return Update()
         case _:
             raise ValueError(f"not a step: {text!r}")
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph
 from manyhands.ir.program import (
-    NO_BUCKET,
     Backward,
     Correct,
     Drop,
@@ -62,10 +61,6 @@ class Sizes:
                 num_bytes = self.buckets[bucket].num_bytes(self.device)
             case Loss():
                 num_bytes = self.output_bytes
-            case Update(bucket) if bucket is not None:
-                own = sum(each.num_bytes(self.device) for each in self.buckets.values())
-                rest = self.owned_bytes - own
-                num_bytes = rest if bucket == NO_BUCKET else self.buckets[bucket].num_bytes(self.device)
             case Square() | Update():
                 num_bytes = self.owned_bytes
             case Forward() | Backward():

@@ -20,6 +20,7 @@ from manyhands.ir.program import (
     Send,
     Step,
     Update,
+    postponed,
 )
 from manyhands.planning.assignment import is_source
 from manyhands.planning.liveness import Buffer, Liveness
@@ -52,13 +53,14 @@ def validate(graph: Graph, plan: Plan) -> None:
 def check(lowered: Lowered) -> None:
     """Raise Flawed unless all devices, taken together, can run their programs to the end."""
     devices = [_Device(lowered, program) for program in lowered.programs]
-    letters: set[Message] = set()
+    late = {message for program in lowered.programs for message in postponed(program)}
+    letters = set(late)
     while unfinished := [device for device in devices if device.position < len(device.steps)]:
         if not any([device.advance(letters) for device in unfinished]):
             waiting = "; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished)
             raise Flawed(f"deadlock: {waiting}")
-    if letters:
-        raise Flawed(f"nobody receives {sorted(str(letter) for letter in letters)[0]}")
+    if letters != late:
+        raise Flawed(f"nobody sends and receives {sorted(str(letter) for letter in letters ^ late)[0]}")
     for device in devices:
         device.finish()
 
@@ -70,11 +72,12 @@ class _Device:
         self.name, self.steps, self.position = program.device, program.steps, 0
         self.liveness = Liveness(lowered.graph, lowered.regions, program.device)
         self.alive: set[Buffer] = set()
-        self.expected: set[int] = set()
+        self.late = {message.tag for message in postponed(program)}
+        self.expected = set(self.late)
         self.missing: dict[Buffer, int] = {}  # elements of a prepared tile that have not arrived
         self.tapes: set[int] = set()
         self.folded: set[int] = set()
-        self.updated: set[int | None] = set()
+        self.updated = False
 
     def advance(self, letters: set[Message]) -> bool:
         """Take steps until one has to wait; whether any was taken."""
@@ -109,8 +112,7 @@ class _Device:
             case Send(message):
                 self._require(message not in letters, step, "it is on its way already")
                 if message.content is Content.WEIGHTS:
-                    ready = bool(self.updated & {None, message.segment})
-                    self._require(ready, step, "the weights are those of the step before")
+                    self._require(self.updated, step, "the weights are those of the step before")
                 letters.add(message)
             case Expect(message):
                 self.expected.add(message.tag)
@@ -119,16 +121,15 @@ class _Device:
                 self.expected.discard(message.tag)
                 letters.discard(message)
                 if message.content is Content.SLOPES:
-                    late = bool(self.updated & {None, message.segment})
-                    self._require(not late, step, "the weights are changed already")
+                    self._require(not self.updated, step, "the weights are changed already")
                 if message.content is Content.VALUE:
                     self.missing[message.layer, message.segment] -= message.tile.numel
             case Fold(bucket):
                 self._require(bucket not in self.folded, step, "it is done already")
                 self.folded.add(bucket)
-            case Update(bucket):
-                self._require(bucket not in self.updated, step, "it is done already")
-                self.updated.add(bucket)
+            case Update():
+                self._require(not self.updated, step, "it is done already")
+                self.updated = True
             case Drop(layer, segment):
                 self._require((layer, segment) in self.alive, step, "it is not there")
                 self.alive.discard((layer, segment))
@@ -141,7 +142,7 @@ class _Device:
 
     def finish(self) -> None:
         incomplete = [buffer for buffer, count in self.missing.items() if count]
-        for left, what in ((self.alive, "values"), (self.expected, "messages")):
+        for left, what in ((self.alive, "values"), (self.expected ^ self.late, "messages")):
             if left:
                 raise Flawed(f"{self.name} ends with {what} left over: {sorted(map(str, left))[0]}")
         if incomplete:

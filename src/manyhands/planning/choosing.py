@@ -61,7 +61,7 @@ class Chooser:
     def subsets(self, required: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         """Devices to try together, in the order of the cluster; of those alike in all, one selection."""
         names = self.cluster.names
-        if len(names) > FEW_DEVICES:
+        if not self.few:
             fastest = sorted(names, key=lambda name: (name not in required, -self.speed[name]))
             for size in _sizes(len(names)):
                 yield tuple(name for name in names if name in set(fastest[:size]))
@@ -88,9 +88,8 @@ class Chooser:
         cut = [by_speed(devices, cuts, speeds) for cuts in all_cuts(len(devices))]
         if not self.thorough:
             alone = (max(alone, key=lambda layout: self.speed[layout.devices[0]]),)
-            few = len(self.cluster.names) <= FEW_DEVICES
-            cut = _varied(sorted(cut, key=self.promise), len(devices) if few else 0)
-        if len(self.cluster.names) <= FEW_DEVICES:
+            cut = _varied(sorted(cut, key=self.promise), len(devices) if self.few else 0)
+        if self.few:
             equal = [replace(layout, shares=(1,) * len(devices)) for layout in cut]
             refined = [self.shared(layout) for layout in cut]
             cut = [*cut, *refined, *equal] if self.thorough else [*refined, *equal[:2]]
@@ -98,7 +97,7 @@ class Chooser:
 
     def shared(self, first: Layout) -> Layout:
         """The same cuts, with shares by what each device can do; of many devices, the speeds must do."""
-        if len(self.cluster.names) > FEW_DEVICES:
+        if not self.few:
             return first
         where = [self.cluster.names.index(device) for device in first.devices]
 
@@ -151,15 +150,20 @@ class Chooser:
             return list(dict.fromkeys(part for layouts in found for part in (layouts, *_by_axis(layouts))))
         found.sort(key=lambda layouts: min(map(self.promise, layouts)))
         alone = [layouts for layouts in found if len(layouts) == 1]
-        count = MAX_SEARCHES if len(self.cluster.names) <= FEW_DEVICES else MAX_SEARCHES - 1
+        count = MAX_SEARCHES if self.few else MAX_SEARCHES - 1
         everybody = [layouts for layouts in found if layouts[-1].devices == self.cluster.names]
-        few = len(self.cluster.names) <= FEW_DEVICES
-        return list(dict.fromkeys((*found[:count], *alone[:1], *(everybody if few else ()))))
+        return list(dict.fromkeys((*found[:count], *alone[:1], *(everybody if self.few else ()))))
 
-    def search(self, layouts: tuple[Layout, ...], limit_bytes: Numbers | None) -> Found | None:
-        few = len(self.cluster.names) <= FEW_DEVICES
-        fused = None if self.thorough else MAX_FUSED if few else 2
-        searched = Search(self.units, layouts, self.pieces, self.rounds, fused, self.weight_copies)
+    @property
+    def few(self) -> bool:
+        """Are the devices few enough to look at every subset, and to search with two counts?"""
+        return len(self.cluster.names) <= FEW_DEVICES
+
+    def search(
+        self, layouts: tuple[Layout, ...], limit_bytes: Numbers | None, *, roomy: bool = False
+    ) -> Found | None:
+        fused = None if self.thorough else MAX_FUSED if self.few else 2
+        searched = Search(self.units, layouts, self.pieces, self.rounds, fused, self.weight_copies, roomy)
         return searched.best(limit_bytes)
 
 

@@ -20,7 +20,7 @@ from manyhands.planning.simulation import SGD_WITH_MOMENTUM, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
-QUICK = 250  # layers times devices, up to which memory is followed although nothing limits it
+QUICK = 250  # layers times devices, up to which memory is told although nothing limits it
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
 ROOMY = 4  # of the best plans, those for which it is tried to have more on its way at a time
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
@@ -81,13 +81,18 @@ def decide(
     decider = _Decider(graph, cluster, kept)
     searches = decider.chooser.searches(required)
     found = [option for layouts in searches for option in decider.searched(layouts)]
+    if decider.chooser.few:
+        roomy = [option for layouts in searches for option in decider.searched(layouts, roomy=True)]
+        found += [decider.with_room(option) for option in roomy if option.fits]
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     fitting.sort(key=lambda option: _rank(option, cluster))
-    roomy = [decider.with_room(option) for option in fitting[:ROOMY]]
-    best = min((*roomy, *fitting[:1]), key=lambda option: _rank(option, cluster), default=None)
-    return Decision(best, (*named, *(option for option in found if option is not best)))
+    fitting += [decider.with_room(option) for option in fitting[:ROOMY]]
+    best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
+    shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
+    others = (*shown, *(option for option in found if option is not best))
+    return Decision(best and decider.with_memory(best), others)
 
 
 def _rank(option: Option, cluster: Cluster) -> float:
@@ -114,11 +119,11 @@ class _Decider:
         pairs = zip(limits, bare, strict=True)
         return np.array([np.inf if limit is None else max(limit - own, 0) for limit, own in pairs])
 
-    def searched(self, layouts: tuple[Layout, ...]) -> list[Option]:
+    def searched(self, layouts: tuple[Layout, ...], *, roomy: bool = False) -> list[Option]:
         """What a search finds; again under tighter limits while what it finds is too large after all."""
         limits, options = self.limits(), []
         for _ in range(TRIES):
-            found = self.chooser.search(layouts, limits)
+            found = self.chooser.search(layouts, limits, roomy=roomy)
             if found is None:
                 break
             alone = len(found.plan.devices) == 1  # then nothing is gained by cutting it into segments
@@ -158,7 +163,8 @@ class _Decider:
         """What a plan would cost."""
         if plan not in self.seen:
             simulated = self._num_messages(plan) <= MAX_MESSAGES
-            cost = self._simulated(plan) if simulated else self._estimate(plan)
+            limited = self.limits() is not None
+            cost = self._simulated(plan, memory=limited) if simulated else self._estimate(plan)
             limits = {device.name: device.memory_bytes for device in self.cluster.devices}
             over = tuple(
                 (device, peak, limit)
@@ -169,10 +175,14 @@ class _Decider:
         found = self.seen[plan]
         return found if found.name == name else Option(name, plan, found.cost, found.simulated, found.over)
 
-    def _simulated(self, plan: Plan) -> Cost:
-        """By the programs. Memory is followed where it is limited, or where that takes no time."""
-        size = len(self.graph.layers) * len(plan.devices)
-        memory = size <= QUICK or self.limits() is not None
+    def with_memory(self, option: Option) -> Option:
+        """With the memory it takes also where nothing limits that, if it is quickly known."""
+        size = len(self.graph.layers) * len(option.plan.devices)
+        if option.cost.peak_bytes or size > QUICK:
+            return option
+        return replace(option, cost=self._simulated(option.plan, memory=True))
+
+    def _simulated(self, plan: Plan, *, memory: bool) -> Cost:
         return simulate(lower(self.graph, plan), self.cluster, memory=memory, kept=self.kept).cost
 
     def _num_messages(self, plan: Plan) -> int:

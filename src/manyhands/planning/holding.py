@@ -14,7 +14,6 @@ from math import prod
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Constant, Convolve, Deconvolve, Input, Layer, Statistic
 from manyhands.ir.program import (
-    NO_BUCKET,
     Backward,
     Content,
     Correct,
@@ -32,6 +31,7 @@ from manyhands.ir.program import (
     Square,
     Step,
     Update,
+    postponed,
 )
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
@@ -90,11 +90,14 @@ class Holding:
         self.sending_bytes, self.in_flight_bytes = 0, lowered.plan.in_flight_bytes
 
     def run(self, num_steps: int, optimiser_slots: float, optimiser_copies: float) -> int:
-        """Bytes at the worst moment of some steps. One alone is taken to be the second: there is state."""
+        """Bytes at the worst moment of some steps. One alone is taken to be the second: there is state.
+
+        Where a step leaves something on its way to the next, two are the least.
+        """
         self.begin(optimiser_slots, optimiser_copies)
         if num_steps == 1:
             self.slopes.hold_state(optimiser_slots)
-        for _ in range(num_steps):
+        for _ in range(max(num_steps, 2 if postponed(self.program) else 1)):
             self.slopes.clear()
             for step in self.program.steps:
                 self.step(step)
@@ -117,7 +120,8 @@ class Holding:
             for block in held.values():
                 self.ledger.free(block)
             held.clear()
-        self._wait_for_sent(0)
+        if not self.arriving:
+            self._wait_for_sent(0)
 
     def step(self, step: Step) -> None:
         match step:
@@ -151,9 +155,8 @@ class Holding:
             case Square():  # in float64, and that squared
                 self.slopes.settle()
                 self.ledger.touch(4 * self.slopes.largest_bytes)
-            case Update(bucket):
-                if bucket is None or bucket == NO_BUCKET:
-                    self.slopes.settle()
+            case Update():
+                self.slopes.settle()
                 self.slopes.hold_state(self.optimiser_slots)
                 self.ledger.touch(int(self.optimiser_copies * self.slopes.largest_bytes))
             case _:

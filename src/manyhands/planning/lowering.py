@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 
 from manyhands.ir.geometry import Tile, Transfer, transfers
 from manyhands.ir.graph import Graph, Layer, Statistic
 from manyhands.ir.plan import LEAST_IN_FLIGHT, Plan
 from manyhands.ir.program import (
-    NO_BUCKET,
     Backward,
     Content,
     Correct,
@@ -35,9 +34,9 @@ from manyhands.planning.assignment import Assignment, assign, is_source
 from manyhands.planning.chunks import Chunk, chunks
 from manyhands.planning.liveness import Liveness, reads
 from manyhands.planning.territories import statistic_domains, territory
-from manyhands.planning.weights import all_held, buckets_after
+from manyhands.planning.weights import all_held, buckets_after, first_chunk_using
 
-IN_FLIGHT = 2  # times the bytes of gradients, or of weights, on their way before the oldest is waited for
+IN_FLIGHT = 2  # times the room of a plan: gradients on their way before the oldest is waited for
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,10 @@ class Lowering:
         self.steps: dict[str, list[Step]] = {device: [] for device in plan.devices}
         self.tags = count()
         self.buckets = buckets_after(graph, self.holders, self.chunks)
+        self.first_use = first_chunk_using(graph, self.chunks)
         self.bucket_messages: dict[tuple[int, Content], list[Message]] = {}
-        self.early = plan.in_flight_bytes > LEAST_IN_FLIGHT and not clip
         self.given: list[Bucket] = []  # whose gradients are on their way
         self.collected: list[Bucket] = []  # whose gradients have come
-        self.shared: list[Bucket] = []  # whose weights are on their way
         self.values = {c.index: self._value_messages(c) for c in (*self.chunks, self.loss)}
         self.moments = {c.index: self._moment_messages(c) for c in (*self.chunks, self.loss)}
 
@@ -100,14 +98,19 @@ class Lowering:
             for bucket in self.buckets[chunk.index]:
                 self._give(bucket)
                 self.given.append(bucket)
-                self._collect(0 if self.early else IN_FLIGHT * self.plan.in_flight_bytes, but_newest=True)
+                self._collect(IN_FLIGHT * self.plan.in_flight_bytes, but_newest=True)
         self._collect(0)
         if self.clip:
             self._square()
         for device in self.plan.devices:
-            self.steps[device].append(Update(NO_BUCKET if self.early else None))
-        self._share([] if self.early else self.collected)
-        self._receive_weights(0)
+            self.steps[device].append(Update())
+        first_needed_first = self.collected[::-1]
+        self._share(first_needed_first)
+        for bucket in first_needed_first:
+            if self.plan.in_flight_bytes > LEAST_IN_FLIGHT:
+                self._postpone(bucket)
+            else:
+                self._receive(self._bucket_messages(bucket, Content.WEIGHTS))
         return tuple(
             Program(device, Liveness(self.graph, self.regions, device).with_drops(steps))
             for device, steps in self.steps.items()
@@ -212,8 +215,11 @@ class Lowering:
                         self.steps[device].append(Measure(layer.name))
 
     def _send(self, messages: Iterable[Message]) -> None:
-        for message in messages:
-            self.steps[message.source].append(Send(message))
+        """Of what many send, everybody begins with the device after itself: else all send to the same one."""
+        place = {device: index for index, device in enumerate(self.plan.devices)}
+        for _, alike in groupby(messages, lambda m: (m.content, m.layer, m.segment)):
+            for m in sorted(alike, key=lambda m: (place[m.target] - place[m.source]) % len(place)):
+                self.steps[m.source].append(Send(m))
 
     def _compute(self, chunk: Chunk) -> None:
         for device in self.plan.devices:
@@ -278,17 +284,11 @@ class Lowering:
             self.steps[device].append(Fold(bucket.index))
 
     def _collect(self, most_bytes: int, *, but_newest: bool = False) -> None:
-        """Wait for the oldest gradients while more than this is on its way; early, the weights follow."""
+        """Wait for the oldest gradients while more than this is on its way."""
         while _total_bytes(self.given[:-1] if but_newest else self.given) > most_bytes:
             bucket = self.given.pop(0)
             self._receive(self._bucket_messages(bucket, Content.SLOPES))
             self.collected.append(bucket)
-            if self.early:
-                for device, part in bucket.parts:
-                    if part:
-                        self.steps[device].append(Update(bucket.index))
-                self._share([bucket])
-                self._receive_weights(IN_FLIGHT * self.plan.in_flight_bytes)
 
     def _square(self) -> None:
         """Everybody learns the norm of all gradients, from everybody's own."""
@@ -306,18 +306,20 @@ class Lowering:
         self._send(messages)
         self._receive(messages)
 
-    def _share(self, given: list[Bucket]) -> None:
+    def _share(self, buckets: list[Bucket]) -> None:
         """Send what the owners made of their weights to everybody who holds them."""
-        messages = [m for bucket in given for m in self._bucket_messages(bucket, Content.WEIGHTS)]
+        messages = [m for bucket in buckets for m in self._bucket_messages(bucket, Content.WEIGHTS)]
         for message in messages:
             self.steps[message.target].append(Expect(message))
         self._send(messages)
-        self.shared += given
 
-    def _receive_weights(self, most_bytes: int) -> None:
-        """Wait for the oldest weights while more than this is on its way."""
-        while _total_bytes(self.shared) > most_bytes:
-            self._receive(self._bucket_messages(self.shared.pop(0), Content.WEIGHTS))
+    def _postpone(self, bucket: Bucket) -> None:
+        """Let the next step wait for weights on their way, before the first layer that needs them."""
+        chunk = min(self.first_use[piece.parameter] for _, part in bucket.parts for piece in part)
+        for message in self._bucket_messages(bucket, Content.WEIGHTS):
+            steps = self.steps[message.target]
+            places = (i for i, s in enumerate(steps) if isinstance(s, Forward) and s.chunk >= chunk)
+            steps.insert(next(places, 0), Receive(message))
 
     def _receive(self, messages: Iterable[Message]) -> None:
         for message in messages:

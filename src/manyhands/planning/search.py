@@ -23,6 +23,9 @@ from manyhands.planning.units import Units
 
 MAX_LABELS = 40  # of a boundary, where not every label is followed
 OVERLAP = 0.5  # of the blocking seconds, in which gradients of weights can travel besides
+ROOMY_OVERLAP = (
+    0.9  # the same of gradients and new weights together, where they may be on their way for longer
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,13 @@ class Kept:
     origins: tuple[tuple[int, int, Option], ...]
 
 
-def step_seconds(blocking_s: Numbers, traffic_s: Numbers) -> Numbers:
-    """Half of the traffic of weights is gradients, which travel during backward; half is new weights."""
+def step_seconds(blocking_s: Numbers, traffic_s: Numbers, *, roomy: bool = False) -> Numbers:
+    """Half of the traffic of weights is gradients, which travel during backward; half is new weights.
+
+    With room for them on their way, these travel during the next forward.
+    """
+    if roomy:
+        return blocking_s + np.maximum(0.0, traffic_s - ROOMY_OVERLAP * blocking_s)
     half = traffic_s / 2
     return blocking_s + half + np.maximum(0.0, half - OVERLAP * blocking_s)
 
@@ -83,10 +91,11 @@ class Search:
         rounds: Rounds,
         max_fused: int | None = None,
         weight_copies: float = 3.0,  # the weight, its gradient, its momentum
+        roomy: bool = False,
     ) -> None:
         self.units, self.layouts, self.pieces, self.rounds = units, layouts, pieces, rounds
         self.thorough, self.by_name = max_fused is None, units.graph.by_name()
-        self.weight_copies = weight_copies
+        self.weight_copies, self.roomy = weight_copies, roomy
         self.max_fused = len(units.runs) if max_fused is None else max_fused
         self.fetched: dict[object, Numbers] = {}
         self.homes: dict[tuple[int, ...], Boxes] = {}
@@ -112,14 +121,14 @@ class Search:
         kept = {0: Kept(nothing, np.zeros((1, 2)), np.zeros((1, 2, num)), ())}
         for start in range(end):
             if start:
-                kept[start] = _pruned(waiting[start], by_memory, max_labels, least[start], below_s)
+                kept[start] = self._pruned(waiting[start], by_memory, max_labels, least[start], below_s)
             for option in self.options[start] if len(kept[start].costs) else ():
                 self._extend(waiting[option.stop], kept[start], start, option, limit_bytes)
-        last = _pruned(waiting[end], by_memory, max_labels, 0.0, below_s)
+        last = self._pruned(waiting[end], by_memory, max_labels, 0.0, below_s)
         if not len(last.costs):
             return None
         closing = np.array([self._closing(row) for row in last.layouts])
-        seconds = step_seconds(last.costs[:, 0] + closing, last.costs[:, 1])
+        seconds = step_seconds(last.costs[:, 0] + closing, last.costs[:, 1], roomy=self.roomy)
         index = int(seconds.argmin())
         kept[end] = last
         return Found(self._plan(kept, index), float(seconds[index]), last.memory[index].sum(axis=0))
@@ -146,9 +155,41 @@ class Search:
             labels = Labels()
             option = self._option(start, stop, self.layouts.index(segment.layout), piece)
             self._extend(labels, kept, start, option, None)
-            kept, start = _pruned(labels, by_memory=False), stop
-        seconds = step_seconds(kept.costs[:, 0] + self._closing(kept.layouts[0]), kept.costs[:, 1])
+            kept, start = self._pruned(labels, by_memory=False), stop
+        blocking = kept.costs[:, 0] + self._closing(kept.layouts[0])
+        seconds = step_seconds(blocking, kept.costs[:, 1], roomy=self.roomy)
         return Found(plan, float(seconds[0]), kept.memory[0].sum(axis=0))
+
+    def _pruned(
+        self,
+        labels: Labels,
+        by_memory: bool,
+        max_labels: int | None = None,
+        rest_s: float = 0.0,
+        below_s: float = np.inf,
+    ) -> Kept:
+        """The labels that no other with the same layouts dominates; where there are too many, the fastest.
+
+        Dropped as well: those that are no faster than `below_s` even if the rest takes only `rest_s`.
+        """
+        costs = np.concatenate(labels.costs or [np.zeros((0, 2))])
+        seconds = step_seconds(costs[:, 0] + rest_s, costs[:, 1], roomy=self.roomy)
+        order = np.argsort(seconds, kind="stable")
+        order = order[seconds[order] < below_s]
+        if not len(order):
+            return Kept(np.zeros((0, 0), np.int64), np.zeros((0, 2)), np.zeros((0, 2, 0)), ())
+        layouts, costs = np.concatenate(labels.layouts)[order], costs[order]
+        memory = np.concatenate(labels.memory)[order]
+        values = np.hstack([costs, memory.reshape(len(costs), -1)]) if by_memory else costs
+        kept = _not_dominated(layouts, values)
+        if max_labels is not None and len(kept) > max_labels:
+            if by_memory:  # half of them for their speed, half for their size
+                size = memory.sum(axis=1).max(axis=1)
+                small = sorted(kept, key=lambda index: float(size[index]))[: max_labels // 2]
+                kept = list(dict.fromkeys(kept[: max_labels // 2] + small))
+            kept = kept[:max_labels]
+        origins = [(start, int(i), option) for start, chosen, option in labels.origins for i in chosen]
+        return Kept(layouts[kept], costs[kept], memory[kept], tuple(origins[order[index]] for index in kept))
 
     # ---- one more segment ------------------------------------------------------------------------------
 
@@ -318,34 +359,3 @@ def _not_dominated(layouts: NDArray[np.int64], values: Numbers) -> list[int]:
         front.append(index)
         kept.append(index)
     return kept
-
-
-def _pruned(
-    labels: Labels,
-    by_memory: bool,
-    max_labels: int | None = None,
-    rest_s: float = 0.0,
-    below_s: float = np.inf,
-) -> Kept:
-    """The labels that no other with the same layouts dominates; where there are too many, the fastest.
-
-    Dropped as well: those that are no faster than `below_s` even if the rest takes only `rest_s`.
-    """
-    costs = np.concatenate(labels.costs or [np.zeros((0, 2))])
-    seconds = step_seconds(costs[:, 0] + rest_s, costs[:, 1])
-    order = np.argsort(seconds, kind="stable")
-    order = order[seconds[order] < below_s]
-    if not len(order):
-        return Kept(np.zeros((0, 0), np.int64), np.zeros((0, 2)), np.zeros((0, 2, 0)), ())
-    layouts, costs = np.concatenate(labels.layouts)[order], costs[order]
-    memory = np.concatenate(labels.memory)[order]
-    values = np.hstack([costs, memory.reshape(len(costs), -1)]) if by_memory else costs
-    kept = _not_dominated(layouts, values)
-    if max_labels is not None and len(kept) > max_labels:
-        if by_memory:  # half of them for their speed, half for their size
-            size = memory.sum(axis=1).max(axis=1)
-            small = sorted(kept, key=lambda index: float(size[index]))[: max_labels // 2]
-            kept = list(dict.fromkeys(kept[: max_labels // 2] + small))
-        kept = kept[:max_labels]
-    origins = [(start, int(i), option) for start, chosen, option in labels.origins for i in chosen]
-    return Kept(layouts[kept], costs[kept], memory[kept], tuple(origins[order[index]] for index in kept))

@@ -20,6 +20,7 @@ from manyhands.ir.program import (
     Receive,
     Send,
     Step,
+    postponed,
     sent_bytes,
 )
 from manyhands.ir.sizes import Sizes
@@ -29,6 +30,7 @@ from manyhands.planning.memory import peak
 from manyhands.planning.weights import owned_bytes
 
 Interval = tuple[float, float]
+Arrivals = dict[int, Interval]  # by tag
 SGD_WITH_MOMENTUM = Kept()
 
 
@@ -76,38 +78,47 @@ def simulate(
         )
         for program in lowered.programs
     ]
-    _run(devices, medium.shared)
+    arrivals = _run(devices, medium.shared, {})
+    began = 0.0
+    if any(device.late for device in devices):  # the second of two steps has to wait for what the first left
+        began = max(device.now for device in devices)
+        for device in devices:
+            device.begin_again()
+        _run(devices, medium.shared, arrivals)
     warp = _Warp([i for device in devices for i in (*device.busy, *device.carried)], cluster.cores)
     events = tuple(
-        Event(device.name, index, warp(start), warp(stop))
+        Event(device.name, index, warp(start) - warp(began), warp(stop) - warp(began))
         for device in devices
         for index, (start, stop) in enumerate(device.events)
     )
     cost = Cost(
-        seconds=warp(max(device.now for device in devices)),
+        seconds=warp(max(device.now for device in devices)) - warp(began),
         traffic_bytes=sum(sent_bytes(program) for program in lowered.programs),
         peak_bytes=_peaks(lowered, costs, kept) if memory else (),
     )
     return Timeline(cost, events)
 
 
-def _run(devices: list[_Clock], in_order: bool) -> None:
-    """Let every device go on until it waits for a message that was not sent yet; who sends it wakes it.
+def _run(devices: list[_Clock], in_order: bool, before: Arrivals) -> Arrivals:
+    """When each message comes in, and after the first step when those did that it left on their way.
+
+    Let every device go on until it waits for a message that was not sent yet; who sends it wakes it.
 
     In order: the device that is furthest behind goes next, from one message to the next.
     """
-    arrivals: dict[int, Interval] = {}
+    arrivals: Arrivals = {}
     waiting: dict[int, int] = {}  # tag -> position of the device
     ready = [(0.0, position) for position in range(len(devices))]
     heapify(ready)
     while ready:
         _, position = heappop(ready)
         device = devices[position]
-        launched = device.advance(arrivals, in_order)
+        launched = device.advance(arrivals, before, in_order)
         if device.position < len(device.steps):
             step = device.steps[device.position]
-            if isinstance(step, Receive) and step.message.tag not in arrivals:
-                waiting[step.message.tag] = position
+            tag = step.message.tag if isinstance(step, Receive) else None
+            if tag is not None and tag not in arrivals and tag not in device.late:
+                waiting[tag] = position
             else:
                 heappush(ready, (device.now, position))
         for tag in launched:
@@ -116,6 +127,7 @@ def _run(devices: list[_Clock], in_order: bool) -> None:
                 heappush(ready, (max(devices[woken].now, arrivals[tag][1]), woken))
     if unfinished := [device for device in devices if device.position < len(device.steps)]:
         raise Deadlock("; ".join(f"{d.name} waits at {d.steps[d.position]}" for d in unfinished))
+    return arrivals
 
 
 class _Medium:
@@ -168,6 +180,7 @@ class _Clock:
         self, program: Program, seconds: list[float], costs: Costs, medium: _Medium, in_flight_bytes: int
     ) -> None:
         self.name, self.steps, self.position = program.device, program.steps, 0
+        self.late = {message.tag for message in postponed(program)}
         self.seconds, self.costs, self.medium = seconds, costs, medium
         self.in_flight_bytes = in_flight_bytes
         self.now = costs.begin(self.name)
@@ -181,17 +194,24 @@ class _Clock:
         self.busy: list[Interval] = []  # from the end of one wait to the beginning of the next
         self.carried: list[Interval] = []  # when messages of this device kept a core busy
 
-    def advance(self, arrivals: dict[int, Interval], in_order: bool) -> list[int]:
+    def begin_again(self) -> None:
+        """The next step, with all that is still on its way."""
+        self.position, self.events, self.began_s = 0, [], self.now
+        self.now += self.costs.begin(self.name)
+
+    def advance(self, arrivals: Arrivals, before: Arrivals, in_order: bool) -> list[int]:
         """Go on until a message is missing (or, in order, until one was sent); the tags of what was sent."""
         launched: list[int] = []
         steps, seconds = self.steps, self.seconds
         while self.position < len(steps):
             step = steps[self.position]
             if isinstance(step, Receive):
-                arrival = arrivals.get(step.message.tag)
-                if arrival is None:
+                late = step.message.tag in self.late
+                arrival = (before if late else arrivals).get(step.message.tag)
+                if arrival is not None:
+                    self._wait(self._through(step.message, *arrival))
+                elif not late:
                     break
-                self._wait(self._through(step.message, *arrival))
             start = self.now
             self.now = start + seconds[self.position]
             if isinstance(step, Send):
@@ -202,7 +222,8 @@ class _Clock:
             if in_order and launched:
                 break
         if self.position == len(steps):
-            self._wait(max(self.link_free_s, self.aside_free_s))
+            if not self.late:
+                self._wait(max(self.link_free_s, self.aside_free_s))
             self.busy.append((self.began_s, self.now))
         return launched
 

@@ -12,7 +12,7 @@ from manyhands.ir.territory import Bucket, Piece
 from manyhands.planning.assignment import Assignment, is_source
 from manyhands.planning.chunks import Chunk
 
-BUCKET_BYTES = 4 << 20  # gradients wait for each other until they make this
+BUCKET_BYTES = 1 << 20  # gradients wait for each other until they make this
 
 
 def held(graph: Graph, assignment: Assignment, device: str) -> dict[str, Tile]:
@@ -65,7 +65,7 @@ def buckets_after(
     graph: Graph, holders: dict[str, dict[str, Tile]], all_chunks: tuple[Chunk, ...]
 ) -> dict[int, list[Bucket]]:
     """The buckets that are ready after each chunk's backward, a few megabytes each, the same for everyone."""
-    first_use, parameters = _first_chunk_using(graph, all_chunks), graph.parameters()
+    first_use, parameters = first_chunk_using(graph, all_chunks), graph.parameters()
     waiting: dict[tuple[tuple[str, ...], str], list[Piece]] = {}
     result: dict[int, list[Bucket]] = {}
     numbers = count()
@@ -142,7 +142,7 @@ def kept_pieces(graph: Graph, holders: dict[str, dict[str, Tile]], device: str) 
     )
 
 
-def _first_chunk_using(graph: Graph, all_chunks: tuple[Chunk, ...]) -> dict[str, int]:
+def first_chunk_using(graph: Graph, all_chunks: tuple[Chunk, ...]) -> dict[str, int]:
     """Backward is done with a weight when it has passed the first chunk that uses it."""
     layers = graph.by_name()
     first: dict[str, int] = {}

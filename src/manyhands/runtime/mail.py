@@ -18,7 +18,7 @@ class Mail:
 
     def __init__(self, device: str, store: Store, weights: Weights, transport: Transport) -> None:
         self.device, self.store, self.weights, self.transport = device, store, weights, transport
-        self.arriving: dict[int, tuple[Pending, Tensor]] = {}
+        self.arriving: dict[int, tuple[Message, Pending, Tensor]] = {}
 
     def send(self, message: Message) -> None:
         """Send a copy, so that what it was taken from may change or go."""
@@ -70,7 +70,7 @@ class Mail:
         if buffer is None:
             buffer = torch.empty(wire_shape(shape), dtype=dtype)
         pending = self.transport.expect(buffer, message.source, message.tag, patient=message.patient)
-        self.arriving[message.tag] = pending, buffer
+        self.arriving[message.tag] = message, pending, buffer
 
     def _dtype(self, message: Message) -> torch.dtype:
         if message.content is Content.SQUARES:
@@ -82,7 +82,9 @@ class Mail:
 
     def receive(self, message: Message) -> None:
         """Wait for it, and put it where it belongs."""
-        pending, buffer = self.arriving.pop(message.tag)
+        if message.content is Content.WEIGHTS and message.tag not in self.arriving:
+            return  # no step before left them on their way, so they are here
+        _, pending, buffer = self.arriving.pop(message.tag)
         pending.wait()
         store, layer, received = self.store, message.layer, incoming(buffer)
         match message.content:
@@ -100,6 +102,17 @@ class Mail:
                 store.squares[message.source] = received
             case Content.SLOPES | Content.WEIGHTS:
                 self._take_bucket(message, received)
+
+    def end_step(self) -> None:
+        """Wait until everything is sent, unless the plan leaves weights on their way."""
+        if not self.arriving:
+            self.transport.flush()
+
+    def settle(self) -> None:
+        """Wait for what a step has left on its way: before weights are read, or replaced, between steps."""
+        for message, _, _ in list(self.arriving.values()):
+            self.receive(message)
+        self.transport.flush()
 
     def _take_bucket(self, message: Message, received: Tensor) -> None:
         """Gradients of what this device owns are added up; weights that another owns are taken over."""

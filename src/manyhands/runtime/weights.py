@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from manyhands.errors import RequestError
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph
-from manyhands.ir.program import NO_BUCKET
 from manyhands.ir.territory import Bucket, Piece, Territory
 
 
@@ -29,7 +28,6 @@ class Weights:
         self.tiles, self.tensors, self.pieces = tiles, tensors, owned
         self.shared = [piece for bucket in buckets for _, part in bucket.parts for piece in part]
         self.shared_names = {piece.parameter for piece in self.shared}
-        self.bucket_of = {p: bucket.index for bucket in buckets for _, part in bucket.parts for p in part}
         self._own()
 
     def _own(self) -> None:
@@ -44,25 +42,6 @@ class Weights:
     def parameters(self) -> list[nn.Parameter]:
         """What to give to an optimiser."""
         return list(self.owned.values())
-
-    def let_step(self, optimiser: torch.optim.Optimizer, bucket: int | None) -> None:
-        """Change what is owned here of a bucket's weights (or of no bucket's): the others are not seen."""
-        if bucket is None:
-            optimiser.step()
-            return
-        if not knows_weights_apart(optimiser):
-            raise RequestError(
-                "this plan changes weights one after another: use an optimiser of torch.optim."
-            )
-        chosen = {id(own) for p, own in self.owned.items() if self.bucket_of.get(p, NO_BUCKET) == bucket}
-        every = [group["params"] for group in optimiser.param_groups]
-        try:
-            for group in optimiser.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in chosen]
-            optimiser.step()
-        finally:
-            for group, parameters in zip(optimiser.param_groups, every, strict=True):
-                group["params"] = parameters
 
     def clear_gradients(self, unread: set[str]) -> None:
         """Begin a step. Weights that nothing reads here get zeros, as they would on one device."""
@@ -156,11 +135,6 @@ def refuse_split_weights(optimiser: torch.optim.Optimizer, weights: Weights, gra
         raise RequestError(
             f"{name} needs whole weights at once, {reason}. Use SGD, Adam or another by-element one."
         )
-
-
-def knows_weights_apart(optimiser: torch.optim.Optimizer) -> bool:
-    """May it change some weights now and others later? Torch's own may; others may count their steps."""
-    return type(optimiser).__module__.startswith("torch.optim")
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor:

@@ -24,7 +24,6 @@ from manyhands.ir.graph import (
     Statistic,
 )
 from manyhands.ir.program import (
-    NO_BUCKET,
     Backward,
     Correct,
     Drop,
@@ -140,6 +139,8 @@ class Worker:
         return outputs
 
     def _run_all(self, steps: Sequence[Step], batch: Batch) -> None:
+        if steps is not self.program.steps:  # which waits where it needs what the step before left on its way
+            self.mail.settle()
         self.store.clear()
         self.batch, self.transport.in_flight_bytes = batch, self.territory.in_flight_bytes
         for position, step in enumerate(steps):
@@ -147,7 +148,7 @@ class Worker:
             self.run(step)
             if steps is self.program.steps:
                 self.spent_s[position] += time.perf_counter() - start
-        self.transport.flush()
+        self.mail.end_step()
 
     def _outputs(self) -> tuple[Tensor, ...]:
         end = 1 + max(self.territory.segment_of.values())
@@ -187,13 +188,12 @@ class Worker:
             case Square():
                 self.weights.settle_gradients()
                 store.squares[self.program.device] = self.weights.squares()
-            case Update(bucket):
-                if bucket in (None, NO_BUCKET):
-                    self.weights.settle_gradients()
+            case Update():
+                self.weights.settle_gradients()
                 if self.clip_norm is not None:
                     self.weights.clip(self.clip_norm, store.squares)
                 if self.optimiser is not None:
-                    self.weights.let_step(self.optimiser, bucket)
+                    self.optimiser.step()
             case _:
                 raise TypeError(f"this worker cannot run {step}")
 

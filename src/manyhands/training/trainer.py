@@ -127,6 +127,7 @@ class Trainer:
         self, inputs: Sequence[Tensor], targets: Tensor | None, *, cut: bool = False
     ) -> tuple[Any, Tensor]:
         """Outputs (None where this device does not hold them) and targets of a batch, in evaluation mode."""
+        self.worker.mail.settle()
         evaluator = self._evaluating()
         tiles, everything = self._bring(inputs, targets, cut)
         batch = Batch(tiles, _no_loss, 0, self.worker.territory.inputs)
@@ -191,6 +192,7 @@ class Trainer:
 
     def collect(self) -> State | None:
         """The whole model and optimiser, on the first device; all devices have to call this."""
+        self.worker.mail.settle()
         state = collect(self.worker, self.keeping())
         if state is not None:
             state.model |= self._still | {name: state.model[of] for name, of in self._aliases.items()}
@@ -198,6 +200,7 @@ class Trainer:
 
     def restore(self, model: Stored | None, optimiser: dict[str, Tensor]) -> None:
         """Go on from a state that the first device has; all devices have to call this."""
+        self.worker.mail.settle()
         restore(self.worker, self.keeping(), model, optimiser)
 
 

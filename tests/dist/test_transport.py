@@ -1,0 +1,66 @@
+"""Large patient messages go over connections of their own, and wait for others where the system sorts them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+DEVICES = ("a", "b")
+
+
+def priorities() -> list[int]:
+    """Of every connection of this process over the network."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+        except OSError:  # the listing itself
+            continue
+        with socket.socket(fileno=os.dup(int(name))) as same:
+            if same.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(same.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY))
+    return found
+
+
+def join(rank: int, store: str, results: multiprocessing.Queue[tuple[list[int], list[int], int]]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from manyhands.runtime.transport import Gloo
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    before = priorities()
+    gloo = Gloo(DEVICES[rank], DEVICES, 30.0)
+    after, other = priorities(), DEVICES[1 - rank]
+    received = torch.zeros(1, dtype=torch.int64)
+    pending = gloo.expect(received, other, 7, patient=True)
+    gloo.send(torch.tensor([rank + 10]), other, 7, patient=True)
+    pending.wait()
+    gloo.flush()
+    results.put((before, after, int(received)))
+    dist.barrier()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of connections are a thing of Linux")
+def test_patient_connections_let_others_pass(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    processes = [spawn.Process(target=join, args=(rank, str(tmp_path / "store"), results)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    told = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert sorted(received for *_, received in told) == [10, 11]
+    for before, after, _ in told:
+        assert before and set(before) == {0}
+        assert sorted(after)[: len(before)] == before and 2 in after, "the usual ones are as they were"
