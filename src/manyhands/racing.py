@@ -28,7 +28,7 @@ from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
 from manyhands.tracing.graphs import trace
 
-WARM_UP = 1  # round that does not count: PowerSGD begins with its third step
+WARM_UP = 1  # round that does not count where peers take part: PowerSGD begins with its third step
 Contestant = tuple[str, Step | None, Callable[[], None]]  # name, step, and what to do after steps in a row
 PATIENCE_S = 3600.0  # of a contestant that has much to send over a thin wire
 
@@ -53,14 +53,15 @@ def take_part(job: dict[str, Any], place: Place) -> None:
     given = decode(RaceJob, job)
     contestants = [*_plans(given, place), *_peers(given, place)]
     taken: dict[str, list[float]] = {name: [] for name, *_ in contestants}
-    for number in range(WARM_UP + given.rounds):
+    warm_up = WARM_UP if given.peers else 0
+    for number in range(warm_up + given.rounds):
         for name, step, settle in contestants:
             for again in (False, True):
                 dist.barrier()
                 start = time.perf_counter()
                 if step is not None:
                     step()
-                    if number >= WARM_UP and again:
+                    if number >= warm_up and again:
                         taken[name].append(time.perf_counter() - start)
             settle()
     for name, seconds in taken.items():

@@ -179,7 +179,7 @@ def _verdict(failed: list[Rank]) -> Exception:
         code = rank.process.returncode
         if code is not None and code < 0 and rank.failure is None:
             name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            hint = " (out of memory?)" if name == "SIGKILL" else f": {_last_line(rank.errors)}"
             return DeviceLost(rank.device, f"its process was ended by {name}{hint}")
     for rank in failed:
         if rank.failure is None and rank.process.returncode is not None:
