@@ -90,14 +90,13 @@ class Holding:
         self.sending_bytes, self.in_flight_bytes = 0, lowered.plan.in_flight_bytes
 
     def run(self, num_steps: int, optimiser_slots: float, optimiser_copies: float) -> int:
-        """Bytes at the worst moment of some steps. One alone is taken to be the second: there is state.
-
-        Where a step leaves something on its way to the next, two are the least.
-        """
+        """Bytes at the worst moment of some steps. One alone is taken to be the second: there is state."""
         self.begin(optimiser_slots, optimiser_copies)
         if num_steps == 1:
             self.slopes.hold_state(optimiser_slots)
-        for _ in range(max(num_steps, 2 if postponed(self.program) else 1)):
+        for _ in range(
+            max(num_steps, 2 if postponed(self.program) else 1)
+        ):  # the second finds some on its way
             self.slopes.clear()
             for step in self.program.steps:
                 self.step(step)
