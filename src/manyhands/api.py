@@ -42,15 +42,16 @@ def plan(
     fuse: Sequence[str] | None = None,
     required: Sequence[str] = (),
     kept: Kept = SGD_WITH_MOMENTUM,
+    room: bool = True,
 ) -> Plan:
     """Who computes what. `strategy` is `auto`, a name (`rows`), a product (`batch:2,rows:2`) or several.
 
     `auto` takes the plan with the shortest forecast that fits the memory of every device; it may leave
-    devices out, but not those that are `required`.
+    devices out, but not those that are `required`. Without `room` no step leaves weights on their way.
     """
     cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
     if strategy == "auto" and not shares and fuse is None:
-        return fitting(choose(graph, cluster, required=required, kept=kept), cluster).plan
+        return fitting(choose(graph, cluster, required=required, kept=kept, room=room), cluster).plan
     if strategy == "auto":
         raise RequestError("shares and fused groups need a strategy by name; `auto` finds its own.")
     return plan_by_name(
@@ -59,10 +60,15 @@ def plan(
 
 
 def choose(
-    graph: Graph, cluster: Cluster, *, required: Sequence[str] = (), kept: Kept = SGD_WITH_MOMENTUM
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    required: Sequence[str] = (),
+    kept: Kept = SGD_WITH_MOMENTUM,
+    room: bool = True,
 ) -> Decision:
     """The best plan for a cluster, and what else there was; `kept`: of each weight by the optimiser."""
-    return decide(graph, cluster, required=tuple(required), kept=kept)
+    return decide(graph, cluster, required=tuple(required), kept=kept, room=room)
 
 
 def fitting(decision: Decision, cluster: Cluster) -> Option:

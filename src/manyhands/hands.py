@@ -95,12 +95,13 @@ class Hands:
             raise RequestError(f"feed = {feed!r}: there are {', '.join(each.value for each in Feed)}.")
         graph = api.trace(model.train(), *(tensor.to("meta") for tensor in examples)).graph
         cluster = replace(local_cluster(len(self.devices)), cores=None)  # the same plan on every machine
-        chosen = plan if isinstance(plan, Plan) else api.plan(graph, cluster, plan, required=cluster.names)
+        if not isinstance(plan, Plan):  # without room: a script may end after any step
+            plan = api.plan(graph, cluster, plan, required=cluster.names, room=False)
+        chosen = replace(plan, in_flight_bytes=LEAST_IN_FLIGHT)
         if chosen.devices != self.devices:
             raise RequestError(
                 f"the plan is for {', '.join(chosen.devices)}; here are {', '.join(self.devices)}."
             )
-        chosen = replace(chosen, in_flight_bytes=LEAST_IN_FLIGHT)  # a script may end after any step
         transport = Gloo(self.device, self.devices, self.timeout_s)
         settings = Settings(loss, seed, clip, None, Feed(feed))
         trainer = Trainer(model, examples, chosen, transport, self.device, settings)

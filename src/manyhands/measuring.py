@@ -43,7 +43,7 @@ MOST_STRETCHED = 1.5  # beyond that, the machine was doing something else
 UNLIKELY = 0.1  # how much a common stretch counts against a fit, beside what it does not explain
 LATEST_S = 5e-3  # after a message has come, a device is awake
 CORRECTIONS = 3  # not all of a step is stretched, so what is stretched is corrected more than once
-FORMAT = 5  # of the stored file; another one is measured anew
+FORMAT = 6  # of the stored file; another one is measured anew
 
 _AXES = {Axis.BATCH: "batch", Axis.CHANNELS: "channels", Axis.ROWS: "map", Axis.COLUMNS: "map"}
 

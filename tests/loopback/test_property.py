@@ -17,7 +17,7 @@ SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST = 60, 8, 38
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that even small networks have several, and weights change while others still flow back."""
+    """So that even small networks have several, and steps leave weights on their way."""
     monkeypatch.setattr(weights, "BUCKET_BYTES", 256)
     monkeypatch.setattr(lowering, "LEAST_IN_FLIGHT", 0)
 

@@ -32,7 +32,7 @@ from tests.loopback.random_models import random_model
 from tests.loopback.random_plans import Wish, random_wish
 
 STEPS = 3
-IN_FLIGHT = (0, 400, 64 << 20)  # bytes: weights change in the end, in the midst of backward, or after it
+IN_FLIGHT = (0, 400, 64 << 20)  # bytes: a step waits for its weights, or leaves them to the next
 
 
 @dataclass(frozen=True)

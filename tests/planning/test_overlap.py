@@ -114,12 +114,14 @@ def test_as_much_travels_and_predicting_and_accumulating_leave_it_out() -> None:
     roomy, tight = made(ROOM), made(0)
     assert [sent_bytes(p) for p in roomy.programs] == [sent_bytes(p) for p in tight.programs]
     for program, other in zip(roomy.programs, tight.programs, strict=True):
-        for some in (gradient_steps, forward_steps):
+        late = [Receive(message) for message in postponed(program)]
+        for some, waits in ((gradient_steps, late), (forward_steps, [])):
             alone = some(program)
-            assert alone == some(other) and len(alone) > 4
-            assert all(
-                s.message.content is not Content.WEIGHTS for s in alone if isinstance(s, Send | Receive)
-            )
+            assert [s for s in alone if s in late] == [s for s in program.steps if s in waits]
+            assert tuple(s for s in alone if s not in late) == some(other) and len(alone) > 4
+            assert not any(isinstance(step, Update) for step in alone)
+            sent = [s.message.content for s in alone if isinstance(s, Send)]
+            assert sent and Content.WEIGHTS not in sent and Content.SLOPES not in sent
 
 
 def test_weights_that_are_sent_before_they_change_are_found() -> None:
@@ -139,6 +141,33 @@ def test_gradients_that_come_after_the_change_are_found() -> None:
     steps.insert(first, Update())
     with pytest.raises(Flawed, match="changed already"):
         check(with_steps(found, "a", tuple(steps)))
+
+
+def test_a_layer_that_would_read_the_weights_of_the_step_before_is_found() -> None:
+    found = made(ROOM)
+    steps = list(found.program("a").steps)
+    first = min(weights_received(found.program("a")))
+    late = steps.pop(first)
+    steps.insert(next(i for i, s in enumerate(steps) if i > first and isinstance(s, Forward)) + 1, late)
+    with pytest.raises(Flawed, match="those of the step before"):
+        check(with_steps(found, "a", tuple(steps)))
+
+
+def test_only_weights_may_come_before_they_are_expected() -> None:
+    found = made(ROOM)
+    steps = list(found.program("a").steps)
+    value = next(s for s in steps if isinstance(s, Receive) and s.message.content is Content.VALUE)
+    steps.remove(Expect(value.message))
+    steps.insert(steps.index(value) + 1, Expect(value.message))
+    with pytest.raises(Flawed, match="not expected"):
+        check(with_steps(found, "a", tuple(steps)))
+
+
+def test_a_device_sends_no_faster_than_its_wire() -> None:
+    found = made(ROOM, devices="abc")
+    slow = Cluster(tuple(Device(name, flops_per_s=1e6) for name in "abc"), 1e4, 1e-4)
+    seconds = simulate(found, slow, memory=False).cost.seconds
+    assert seconds >= max(sent_bytes(program) for program in found.programs) / 1e4 * 0.9
 
 
 def test_weights_that_the_next_step_would_wait_for_in_vain_are_found() -> None:

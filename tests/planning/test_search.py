@@ -52,10 +52,12 @@ def _num_plans(units: int, layouts: int) -> int:
     return layouts * (layouts + 1) ** (units - 1)
 
 
-def brute_force(chooser: Chooser, limit: np.ndarray | None = None) -> float:
+def brute_force(chooser: Chooser, limit: np.ndarray | None = None, *, roomy: bool = False) -> float:
     """Seconds of the best of all plans: every subset of the devices, every layout, every end of a segment."""
     subsets = [chooser.layouts(devices) for devices in chooser.subsets()]
-    searches = (Search(chooser.units, layouts, chooser.pieces, chooser.rounds) for layouts in subsets)
+    searches = (
+        Search(chooser.units, layouts, chooser.pieces, chooser.rounds, roomy=roomy) for layouts in subsets
+    )
     return min(_least_seconds(search, limit) for search in searches)
 
 
@@ -80,7 +82,8 @@ def _least_seconds(search: Search, limit: np.ndarray | None) -> float:
         nonlocal least
         if start == end:
             closing = search._closing(np.array([where[name] for name in alive[end]]))
-            least = min(least, float(step_seconds(np.array(blocking + closing), np.array(traffic))))
+            seconds = step_seconds(np.array(blocking + closing), np.array(traffic), roomy=search.roomy)
+            least = min(least, float(seconds))
             return
         for stop in range(start + 1, end + 1):
             for index, piece, computing_s, traffic_s, fetch in segments(start, stop):
@@ -97,8 +100,8 @@ def _least_seconds(search: Search, limit: np.ndarray | None) -> float:
     return least
 
 
-def best_found(chooser: Chooser, limit: np.ndarray | None = None) -> Found | None:
-    found = [chooser.search(layouts, limit) for layouts in chooser.searches()]
+def best_found(chooser: Chooser, limit: np.ndarray | None = None, *, roomy: bool = False) -> Found | None:
+    found = [chooser.search(layouts, limit, roomy=roomy) for layouts in chooser.searches()]
     return min((each for each in found if each), key=lambda each: each.seconds, default=None)
 
 
@@ -117,6 +120,15 @@ def test_the_search_finds_what_trying_everything_finds(seed: int, hurry: None) -
     layouts = tuple(dict.fromkeys(segment.layout for segment in found.plan.segments))
     again = Search(chooser.units, layouts, chooser.pieces, chooser.rounds).estimate(found.plan)
     assert again is not None and again.seconds == pytest.approx(found.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_does_so_by_its_other_count(seed: int, hurry: None) -> None:
+    """With room for weights on their way, they cost next to nothing beside what blocks."""
+    chooser = small_case(seed, 500_000)
+    found = best_found(chooser, roomy=True)
+    assert found is not None
+    assert found.seconds == pytest.approx(brute_force(chooser, roomy=True), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -234,8 +234,10 @@ def sent_bytes(program: Program) -> int:
 
 
 def postponed(program: Program) -> tuple[Message, ...]:
-    """Messages of the step before, for which this one waits where it needs them: they come before they are
-    expected. In the first step there are none on their way."""
+    """Weights that the step before left on their way, received before this one's are expected.
+
+    In the first step there are none.
+    """
     found: dict[int, Message] = {}
     expected: set[int] = set()
     for step in program.steps:
@@ -243,7 +245,7 @@ def postponed(program: Program) -> tuple[Message, ...]:
             expected.add(step.message.tag)
         elif isinstance(step, Receive) and step.message.tag not in expected:
             found[step.message.tag] = step.message
-    return tuple(found.values())
+    return tuple(message for message in found.values() if message.content is Content.WEIGHTS)
 
 
 _FORWARD = {Content.VALUE, Content.MOMENTS}
@@ -264,10 +266,11 @@ def forward_steps(program: Program) -> tuple[Step, ...]:
 
 def gradient_steps(program: Program) -> tuple[Step, ...]:
     """All but adding gradients up over devices and what follows: enough for one batch of several."""
+    late = {Receive(message) for message in postponed(program)}
 
     def of_one_batch(step: Step) -> bool:
         if isinstance(step, Send | Expect | Receive):
-            return step.message.content in _ALONE
+            return step.message.content in _ALONE or step in late
         return not isinstance(step, Fold | Square | Update)
 
     return tuple(filter(of_one_batch, program.steps))
@@ -305,11 +308,11 @@ def parse_step(text: str, device: str) -> Step:
         case "drop":
             layer, _, number = rest.partition(">")
             return Drop(layer, int(number) if number else None)
-        case "loss":
+        case "loss" if not rest:
             return Loss()
-        case "square":
+        case "square" if not rest:
             return Square()
-        case "update":
+        case "update" if not rest:
             return Update()
         case _:
             raise ValueError(f"not a step: {text!r}")

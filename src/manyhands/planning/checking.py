@@ -65,6 +65,11 @@ def check(lowered: Lowered) -> None:
         device.finish()
 
 
+def _weights_in(lowered: Lowered, message: Message) -> set[str]:
+    bucket = next(bucket for bucket in lowered.buckets if bucket.index == message.segment)
+    return {piece.parameter for piece in bucket.part(message.source)}
+
+
 class _Device:
     """One program in progress."""
 
@@ -72,8 +77,9 @@ class _Device:
         self.name, self.steps, self.position = program.device, program.steps, 0
         self.liveness = Liveness(lowered.graph, lowered.regions, program.device)
         self.alive: set[Buffer] = set()
-        self.late = {message.tag for message in postponed(program)}
-        self.expected = set(self.late)
+        self.late = {message.tag: _weights_in(lowered, message) for message in postponed(program)}
+        self.expected, self.owed = set(self.late), dict(self.late)
+        self.layers = lowered.graph.by_name()
         self.missing: dict[Buffer, int] = {}  # elements of a prepared tile that have not arrived
         self.tapes: set[int] = set()
         self.folded: set[int] = set()
@@ -104,7 +110,9 @@ class _Device:
                 self.missing[layer, segment] = tile.numel
             case Place(layer, segment, tile):
                 self.missing[layer, segment] -= tile.numel
-            case Forward(chunk):
+            case Forward(chunk, names):
+                stale = set().union(*self.owed.values()) & self._weights_of(names)
+                self._require(not stale, step, "some weights are those of the step before")
                 self.tapes.add(chunk)
             case Backward(chunk):
                 self._require(chunk in self.tapes, step, "it was not computed, or is done already")
@@ -119,6 +127,7 @@ class _Device:
             case Receive(message):
                 self._require(message.tag in self.expected, step, "it was not expected")
                 self.expected.discard(message.tag)
+                self.owed.pop(message.tag, None)
                 letters.discard(message)
                 if message.content is Content.SLOPES:
                     self._require(not self.updated, step, "the weights are changed already")
@@ -136,13 +145,20 @@ class _Device:
             case _:
                 pass
 
+    def _weights_of(self, names: tuple[str, ...]) -> set[str]:
+        """What some layers read, also by a source of theirs that is a weight itself."""
+        layers = [self.layers[name] for name in names]
+        sources = (self.layers[source] for layer in layers for source in layer.inputs)
+        read = (*layers, *(source for source in sources if is_source(source)))
+        return {parameter.name for layer in read for parameter in layer.parameters}
+
     def _require(self, condition: bool, step: Step, reason: str) -> None:
         if not condition:
             raise Flawed(f"{self.name} cannot {step}: {reason}")
 
     def finish(self) -> None:
         incomplete = [buffer for buffer, count in self.missing.items() if count]
-        for left, what in ((self.alive, "values"), (self.expected ^ self.late, "messages")):
+        for left, what in ((self.alive, "values"), (self.expected ^ set(self.late), "messages")):
             if left:
                 raise Flawed(f"{self.name} ends with {what} left over: {sorted(map(str, left))[0]}")
         if incomplete:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
-from manyhands.ir.geometry import Layout
-from manyhands.ir.graph import Graph
+from manyhands.ir.geometry import Axis, Layout
+from manyhands.ir.graph import ITEM_BYTES, Graph
 from manyhands.ir.plan import Cost, Kept, Plan
 from manyhands.planning.candidates import by_speed
 from manyhands.planning.choosing import Chooser
@@ -18,6 +19,7 @@ from manyhands.planning.pieces import Numbers
 from manyhands.planning.search import Search
 from manyhands.planning.simulation import SGD_WITH_MOMENTUM, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
+from manyhands.planning.weights import BUCKET_BYTES
 
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
 QUICK = 250  # layers times devices, up to which memory is told although nothing limits it
@@ -72,23 +74,29 @@ class Decision:
 
 
 def decide(
-    graph: Graph, cluster: Cluster, *, required: tuple[str, ...] = (), kept: Kept = SGD_WITH_MOMENTUM
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    required: tuple[str, ...] = (),
+    kept: Kept = SGD_WITH_MOMENTUM,
+    room: bool = True,
 ) -> Decision:
     """Foresee what the searches find and the named strategies; the fastest that fits wins.
 
-    `required` devices take part in the plan, also where it would be faster without them.
+    `required` devices take part in the plan, also where it would be faster without them. `room`: a plan may
+    have more on its way than the least.
     """
     decider = _Decider(graph, cluster, kept)
     searches = decider.chooser.searches(required)
     found = [option for layouts in searches for option in decider.searched(layouts)]
-    if decider.chooser.few:
+    if room and decider.chooser.few:
         roomy = [option for layouts in searches for option in decider.searched(layouts, roomy=True)]
         found += [decider.with_room(option) for option in roomy if option.fits]
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     fitting.sort(key=lambda option: _rank(option, cluster))
-    fitting += [decider.with_room(option) for option in fitting[:ROOMY]]
+    fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
     others = (*shown, *(option for option in found if option is not best))
@@ -186,9 +194,13 @@ class _Decider:
         return simulate(lower(self.graph, plan), self.cluster, memory=memory, kept=self.kept).cost
 
     def _num_messages(self, plan: Plan) -> int:
-        """About how many messages a step takes: everybody tells everybody statistics, neighbours tiles."""
+        """About how many messages a step takes: statistics and weights to everybody, tiles to neighbours."""
         num, statistics = len(plan.devices), sum(layer.statistic is not None for layer in self.graph.layers)
-        return 2 * num * (num - 1) * statistics + 8 * num * len(plan.segments)
+        layers = self.graph.by_name()
+        whole = [s for s in plan.segments if any(cut.axis is not Axis.CHANNELS for cut in s.layout.cuts)]
+        shared = (p for s in whole for name in s.layers for p in layers[name].parameters if p.trainable)
+        weights = sum(prod(p.shape) * ITEM_BYTES[p.dtype] for p in shared) // BUCKET_BYTES
+        return 2 * num * (num - 1) * (statistics + weights) + 8 * num * len(plan.segments)
 
     def _estimate(self, plan: Plan) -> Cost:
         layouts = tuple(dict.fromkeys(segment.layout for segment in plan.segments))

@@ -127,3 +127,11 @@ def operation_channels(layer: Layer, tile: Tile, shape: Shape) -> int:
     if layer.operation.groups == 1:
         return shape[1]
     return max(shape[1] * tile.shape[1] // layer.shape[1], 1)
+
+
+def comes_in_place(tile: Shape, whole: Shape, *, channels_last: bool) -> bool:
+    """Is a tile of what is put together one piece of memory, in the order of the wire?"""
+    if len(tile) != 4:
+        return tile[1:] == whole[1:]
+    rows = tile[0] == 1 or tile[2] == whole[2]
+    return channels_last and rows and tile[1] == whole[1] and tile[3] == whole[3]

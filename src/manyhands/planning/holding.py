@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 
 from manyhands.ir.geometry import Tile
@@ -22,6 +21,7 @@ from manyhands.ir.program import (
     Fold,
     Forward,
     Loss,
+    Measure,
     Message,
     Place,
     Prepare,
@@ -36,35 +36,21 @@ from manyhands.ir.program import (
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.planning.costs import tile_bytes
-from manyhands.planning.footprints import backward_workspace, forward_workspace, padded_elements, saved_of
+from manyhands.planning.footprints import (
+    backward_workspace,
+    comes_in_place,
+    forward_workspace,
+    padded_elements,
+    saved_of,
+)
 from manyhands.planning.ledger import Block, Ledger
 from manyhands.planning.liveness import Buffer
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.slopes import Slopes
+from manyhands.planning.tapes import Node, Tape
 
 NODE_BYTES = 1 << 10  # of autograd's own for each layer: too small to count, but it parts a heap
 LOSS_COPIES = 4  # of the outputs, while the loss is evaluated and its gradient taken
-
-
-@dataclass
-class _Node:
-    """One layer on a tape: what it keeps, and what of which input it read."""
-
-    layer: Layer
-    kept: list[Block]
-    reads: list[tuple[str, int, int]]  # (input, bytes read, bytes of the tile at hand)
-    result_bytes: int
-    filter_bytes: int
-    copied_bytes: int  # of an input that had to be put in one piece
-
-
-@dataclass
-class _Tape:
-    nodes: list[_Node] = field(default_factory=list)
-    results: list[str] = field(default_factory=list)  # those that leave the chunk and have a gradient
-    sources: dict[str, Buffer] = field(default_factory=dict)
-    here: dict[str, tuple[Block, Tile]] = field(default_factory=dict)  # while the chunk computes
-    small: list[Block] = field(default_factory=list)  # the graph's own, between what it keeps
 
 
 class Holding:
@@ -77,7 +63,7 @@ class Holding:
         self.layers, self.program = lowered.graph.by_name(), lowered.program(device)
         self.territory, self.ledger = territory, ledger
         self.values: dict[Buffer, Block] = {}
-        self.tapes: dict[int, _Tape] = {}
+        self.tapes: dict[int, Tape] = {}
         self.gradients: dict[str, Block] = {}
         self.borrowed: set[str] = set()
         self.read_gradients: dict[Buffer, Block] = {}
@@ -86,8 +72,8 @@ class Holding:
             self.ledger, self.territory, lowered.graph.parameters(), channels_last=channels_last
         )
         self.arriving: dict[int, tuple[Message, Block]] = {}
-        self.sending: deque[Block] = deque()
-        self.sending_bytes, self.in_flight_bytes = 0, lowered.plan.in_flight_bytes
+        self.sending = {patient: deque[Block]() for patient in (False, True)}
+        self.in_flight_bytes = lowered.plan.in_flight_bytes
 
     def run(self, num_steps: int, optimiser_slots: float, optimiser_copies: float) -> int:
         """Bytes at the worst moment of some steps. One alone is taken to be the second: there is state."""
@@ -114,7 +100,7 @@ class Holding:
                 self.batch[layer.name] = self.ledger.new(tile_bytes(layer, tile)), tile
 
     def _clear(self) -> None:
-        """The end of a step: everything is sent, and what nobody asked for is let go."""
+        """The end of a step: what nobody asked for is let go."""
         for held in (self.gradients, self.read_gradients, self.own_inputs):
             for block in held.values():
                 self.ledger.free(block)
@@ -132,6 +118,12 @@ class Holding:
                 self.forward(chunk, names)
             case Backward(chunk):
                 self.backward(self.tapes.pop(chunk))
+            case Measure(layer):
+                source = self.layers[layer].inputs[0]
+                if (
+                    self.territory.home[source] != self.territory.computed[source]
+                ):  # with gaps, so it is copied
+                    self.ledger.touch(tile_bytes(self.layers[source], self.territory.home[source]))
             case Correct(layer):
                 self.correct(self.layers[layer])
             case Send(message):
@@ -169,7 +161,7 @@ class Holding:
     # ---- forward ---------------------------------------------------------------------------------------
 
     def forward(self, chunk: int, names: tuple[str, ...]) -> None:
-        tape = self.tapes[chunk] = _Tape()
+        tape = self.tapes[chunk] = Tape()
         last = {source: name for name in names for source in (name, *self.layers[name].inputs)}
         for name in names:
             result = self._compute(self.layers[name], tape)
@@ -181,16 +173,16 @@ class Holding:
             for done in [source for source in tape.here if last[source] == name]:
                 self.ledger.free(tape.here.pop(done)[0])
 
-    def _compute(self, layer: Layer, tape: _Tape) -> Block:
+    def _compute(self, layer: Layer, tape: Tape) -> Block:
         """The result of a layer, held once; what it keeps goes onto the tape."""
         tile, saved = self.territory.computed[layer.name], saved_of(layer)
         size = tile_bytes(layer, tile)
         if layer.name in self.territory.exchanges and layer.statistic is Statistic.MEAN:
-            tape.nodes.append(_Node(layer, [], [], size, 0, 0))
+            tape.nodes.append(Node(layer, [], [], size, 0, 0))
             return self.ledger.new(size)
         shapes = tuple(self.layers[name].shape for name in layer.inputs)
         wanted = zip(layer.inputs, needs(layer, tile, shapes), strict=True)
-        node = _Node(layer, [], [], size, self._filter_bytes(layer, tile), 0)
+        node = Node(layer, [], [], size, self._filter_bytes(layer, tile), 0)
         inputs = [self._read(name, need, node, tape) for name, need in wanted]
         result = self.ledger.hold(inputs[0]) if saved.view and inputs else self.ledger.new(size)
         if padded := padded_elements(layer, tile, shapes[0]) if shapes else 0:
@@ -213,7 +205,7 @@ class Holding:
         pieces = [t for p, t in parameter_tiles(layer, tile) if p.role == "weight"]
         return sum(piece.numel for piece in pieces) * layer.item_bytes
 
-    def _workspace(self, of: Callable[..., tuple[int, ...]], node: _Node) -> tuple[int, ...]:
+    def _workspace(self, of: Callable[..., tuple[int, ...]], node: Node) -> tuple[int, ...]:
         read = node.reads[0][1] if node.reads else 0
         return of(node.layer, read, node.filter_bytes, node.result_bytes, channels_last=self.channels_last)
 
@@ -222,7 +214,7 @@ class Holding:
         if layer.name in self.territory.tape_holds_input and self.territory.home[layer.inputs[0]].numel:
             self.own_inputs[layer.name] = self.ledger.hold(inputs[0])
 
-    def _read(self, source: str, need: Tile, node: _Node, tape: _Tape) -> Block:
+    def _read(self, source: str, need: Tile, node: Node, tape: Tape) -> Block:
         """The memory in which an input lies, held once more."""
         layer = self.layers[source]
         size = tile_bytes(layer, need)
@@ -241,7 +233,7 @@ class Holding:
             node.copied_bytes += size
         return self.ledger.hold(block)
 
-    def _bring(self, source: str, reader: Layer, tape: _Tape) -> tuple[Block, Tile]:
+    def _bring(self, source: str, reader: Layer, tape: Tape) -> tuple[Block, Tile]:
         """A result of an earlier chunk: as it was put together for this segment, or as it was computed."""
         segment = self.territory.segment_of[reader.name]
         tile = self.territory.needed.get((source, segment))
@@ -262,7 +254,7 @@ class Holding:
 
     # ---- backward --------------------------------------------------------------------------------------
 
-    def backward(self, tape: _Tape) -> None:
+    def backward(self, tape: Tape) -> None:
         flowing = {name: self.gradients.pop(name) for name in tape.results if name in self.gradients}
         for node in reversed(tape.nodes):
             gradient = flowing.pop(node.layer.name, None)
@@ -280,7 +272,7 @@ class Holding:
         for block in (*flowing.values(), *tape.small):
             self.ledger.free(block)
 
-    def _flow_back(self, node: _Node, gradient: Block) -> list[tuple[tuple[str, int, int], Block]]:
+    def _flow_back(self, node: Node, gradient: Block) -> list[tuple[tuple[str, int, int], Block]]:
         """The gradients of a layer's inputs and weights, from that of its result."""
         layer, saved = node.layer, saved_of(node.layer)
         passes = saved.passes or (False,) * len(node.reads)
@@ -357,34 +349,26 @@ class Holding:
             bucket = self.territory.buckets[message.segment]
             part = bucket.part(message.target if message.content is Content.SLOPES else self.device)
             self.ledger.touch(message.num_bytes, self.slopes.copied_bytes(part))
-        self.sending.append(self.ledger.new(message.num_bytes))
-        self.sending_bytes += message.num_bytes
+        self.sending[of_weights].append(self.ledger.new(message.num_bytes))
         for awaited, block in self.arriving.values() if of_weights else ():
             if awaited.content is message.content and not block.holders:
                 self.ledger.hold(block)
         self._wait_for_sent(self.in_flight_bytes)
 
     def _wait_for_sent(self, limit_bytes: int) -> None:
-        while self.sending and self.sending_bytes >= limit_bytes:
-            block = self.sending.popleft()
-            self.sending_bytes -= block.num_bytes
-            self.ledger.free(block)
+        for sending in self.sending.values():
+            while sending and sum(block.num_bytes for block in sending) >= limit_bytes:
+                self.ledger.free(sending.popleft())
 
     def expect(self, message: Message) -> None:
         """Memory is taken when something comes in: of weights, not before the own part goes out."""
-        if message.content is Content.VALUE and self._comes_in_place(message):
-            return
+        if message.content is Content.VALUE:
+            whole = self.territory.needed[message.layer, message.segment].shape
+            if comes_in_place(message.tile.shape, whole, channels_last=self.channels_last):
+                return
         late = message.content in (Content.SLOPES, Content.WEIGHTS)
         block = Block(message.num_bytes) if late else self.ledger.new(message.num_bytes)
         self.arriving[message.tag] = message, block
-
-    def _comes_in_place(self, message: Message) -> bool:
-        """Is the place where it belongs one piece of memory, in the order of the wire?"""
-        tile, whole = message.tile.shape, self.territory.needed[message.layer, message.segment].shape
-        if len(tile) != 4:
-            return tile[1:] == whole[1:]
-        rows = tile[0] == 1 or tile[2] == whole[2]
-        return self.channels_last and rows and tile[1] == whole[1] and tile[3] == whole[3]
 
     def receive(self, message: Message) -> None:
         if message.content is Content.VALUE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count, groupby
@@ -79,6 +80,8 @@ class Lowering:
         self.tags = count()
         self.buckets = buckets_after(graph, self.holders, self.chunks)
         self.first_use = first_chunk_using(graph, self.chunks)
+        self.computed = {d: [c.index for c in self.chunks if self.active(c, d)] for d in plan.devices}
+        self.late: dict[str, dict[int, list[Step]]] = {d: {} for d in plan.devices}  # by chunk; -1: at first
         self.bucket_messages: dict[tuple[int, Content], list[Message]] = {}
         self.given: list[Bucket] = []  # whose gradients are on their way
         self.collected: list[Bucket] = []  # whose gradients have come
@@ -112,9 +115,17 @@ class Lowering:
             else:
                 self._receive(self._bucket_messages(bucket, Content.WEIGHTS))
         return tuple(
-            Program(device, Liveness(self.graph, self.regions, device).with_drops(steps))
-            for device, steps in self.steps.items()
+            Program(device, Liveness(self.graph, self.regions, device).with_drops(self._whole(device)))
+            for device in self.steps
         )
+
+    def _whole(self, device: str) -> list[Step]:
+        """The steps of a device, with waits for what the step before left on its way."""
+        late = self.late[device]
+        steps: list[Step] = [*late.get(-1, ())]
+        for step in self.steps[device]:
+            steps += [*late.get(step.chunk, ()), step] if isinstance(step, Forward) else [step]
+        return steps
 
     def _holders(self) -> list[str]:
         end = len(self.plan.segments)
@@ -317,9 +328,10 @@ class Lowering:
         """Let the next step wait for weights on their way, before the first layer that needs them."""
         chunk = min(self.first_use[piece.parameter] for _, part in bucket.parts for piece in part)
         for message in self._bucket_messages(bucket, Content.WEIGHTS):
-            steps = self.steps[message.target]
-            places = (i for i, s in enumerate(steps) if isinstance(s, Forward) and s.chunk >= chunk)
-            steps.insert(next(places, 0), Receive(message))
+            computed = self.computed[message.target]
+            place = bisect_left(computed, chunk)
+            first = computed[place] if place < len(computed) else -1
+            self.late[message.target].setdefault(first, []).append(Receive(message))
 
     def _receive(self, messages: Iterable[Message]) -> None:
         for message in messages:

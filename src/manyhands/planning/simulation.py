@@ -108,7 +108,7 @@ def _run(devices: list[_Clock], in_order: bool, before: Arrivals) -> Arrivals:
     """
     arrivals: Arrivals = {}
     waiting: dict[int, int] = {}  # tag -> position of the device
-    ready = [(0.0, position) for position in range(len(devices))]
+    ready = [(device.now, position) for position, device in enumerate(devices)]
     heapify(ready)
     while ready:
         _, position = heappop(ready)
@@ -188,8 +188,8 @@ class _Clock:
         self.link_free_s, self.aside_free_s = 0.0, 0.0
         shares_cores = costs.cluster.cores is not None
         self.ports = None if shares_cores else {patient: _Port() for patient in (False, True)}
-        self.sending: deque[tuple[float, int]] = deque()  # when each leaves, and its bytes
-        self.sending_bytes = 0
+        self.sending = {p: deque[tuple[float, int]]() for p in (False, True)}  # when each leaves, its bytes
+        self.sending_bytes = {False: 0, True: 0}
         self.events: list[Interval] = []
         self.busy: list[Interval] = []  # from the end of one wait to the beginning of the next
         self.carried: list[Interval] = []  # when messages of this device kept a core busy
@@ -257,11 +257,12 @@ class _Clock:
         else:
             self.link_free_s = leaves
             self.aside_free_s += num_seconds if self.aside_free_s > begin else 0.0
-        self.sending.append((leaves, message.num_bytes))
-        self.sending_bytes += message.num_bytes
-        while self.sending and self.sending_bytes >= self.in_flight_bytes:
-            oldest, num_bytes = self.sending.popleft()
-            self.sending_bytes -= num_bytes
+        sending = self.sending[message.patient]
+        sending.append((leaves, message.num_bytes))
+        self.sending_bytes[message.patient] += message.num_bytes
+        while sending and self.sending_bytes[message.patient] >= self.in_flight_bytes:
+            oldest, num_bytes = sending.popleft()
+            self.sending_bytes[message.patient] -= num_bytes
             self._wait(oldest)
         return leaves - num_seconds + link.latency_s, leaves + link.latency_s
 

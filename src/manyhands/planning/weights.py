@@ -64,7 +64,7 @@ def pieces_of(holders: dict[str, Tile]) -> list[tuple[tuple[str, ...], Tile]]:
 def buckets_after(
     graph: Graph, holders: dict[str, dict[str, Tile]], all_chunks: tuple[Chunk, ...]
 ) -> dict[int, list[Bucket]]:
-    """The buckets that are ready after each chunk's backward, a few megabytes each, the same for everyone."""
+    """The buckets that are ready after each chunk's backward, about a megabyte each, alike for everyone."""
     first_use, parameters = first_chunk_using(graph, all_chunks), graph.parameters()
     waiting: dict[tuple[tuple[str, ...], str], list[Piece]] = {}
     result: dict[int, list[Bucket]] = {}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manyhands.ir.graph import Statistic
-from manyhands.ir.program import Content, Message
+from manyhands.ir.program import Content, Message, Program, postponed
 from manyhands.runtime.formats import incoming, outgoing, wire_shape, wire_view
 from manyhands.runtime.store import Store
 from manyhands.runtime.transport import Pending, Transport
@@ -16,8 +16,9 @@ from manyhands.runtime.weights import Weights
 class Mail:
     """The messages of one device."""
 
-    def __init__(self, device: str, store: Store, weights: Weights, transport: Transport) -> None:
-        self.device, self.store, self.weights, self.transport = device, store, weights, transport
+    def __init__(self, program: Program, store: Store, weights: Weights, transport: Transport) -> None:
+        self.device, self.store, self.weights, self.transport = program.device, store, weights, transport
+        self.late = {message.tag for message in postponed(program)}
         self.arriving: dict[int, tuple[Message, Pending, Tensor]] = {}
 
     def send(self, message: Message) -> None:
@@ -82,7 +83,7 @@ class Mail:
 
     def receive(self, message: Message) -> None:
         """Wait for it, and put it where it belongs."""
-        if message.content is Content.WEIGHTS and message.tag not in self.arriving:
+        if message.tag in self.late and message.tag not in self.arriving:
             return  # no step before left them on their way, so they are here
         _, pending, buffer = self.arriving.pop(message.tag)
         pending.wait()
@@ -104,7 +105,7 @@ class Mail:
                 self._take_bucket(message, received)
 
     def end_step(self) -> None:
-        """Wait until everything is sent, unless the plan leaves weights on their way."""
+        """Wait until everything is sent, unless the plan leaves weights on their way to this device."""
         if not self.arriving:
             self.transport.flush()
 

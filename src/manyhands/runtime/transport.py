@@ -51,25 +51,23 @@ class Gloo:
 
     def __init__(self, device: str, devices: tuple[str, ...], timeout_s: float) -> None:
         self.device, self.ranks = device, {name: rank for rank, name in enumerate(devices)}
-        self.timeout_s, self.sent_bytes, self.sending_bytes = timeout_s, 0, 0
+        self.timeout_s, self.sent_bytes = timeout_s, 0
         self.in_flight_bytes = LEAST_IN_FLIGHT
         before = _connections()
         self.aside = dist.new_group(timeout=timedelta(seconds=timeout_s)) if devices[1:] else None
         for connection in _connections() - before:
             _let_others_pass(connection)
-        self.sending: deque[tuple[Tensor, str, dist.Work]] = deque()
+        self.outboxes = {patient: _Outbox(timeout_s) for patient in (False, True)}
 
     def send(self, tensor: Tensor, target: str, tag: int, *, patient: bool = False) -> None:
-        num_bytes = tensor.numel() * tensor.element_size()
-        self.sent_bytes += num_bytes
+        self.sent_bytes += tensor.nbytes
         try:
             work = dist.isend(tensor, self.ranks[target], group=self.aside if patient else None, tag=tag)
         except RuntimeError as error:
             raise DeviceLost(target, f"the connection broke: {_first_line(error)}") from error
         assert work is not None
-        self.sending.append((tensor, target, work))
-        self.sending_bytes += num_bytes
-        self._wait_for_sent(self.in_flight_bytes)
+        self.outboxes[patient].add(tensor, target, work)
+        self.outboxes[patient].wait_for_sent(self.in_flight_bytes)
 
     def expect(self, buffer: Tensor, source: str, tag: int, *, patient: bool = False) -> Pending:
         try:
@@ -80,13 +78,26 @@ class Gloo:
         return _Work(work, source, self.timeout_s)
 
     def flush(self) -> None:
-        self._wait_for_sent(0)
+        for outbox in self.outboxes.values():
+            outbox.wait_for_sent(0)
 
-    def _wait_for_sent(self, limit_bytes: int) -> None:
-        """Until less than this is still on its way out. (Receivers make ready before they wait.)"""
-        while self.sending and self.sending_bytes >= limit_bytes:
+
+class _Outbox:
+    """What is on its way out over some connections. (Those of weights hold up no others.)"""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s, self.num_bytes = timeout_s, 0
+        self.sending: deque[tuple[Tensor, str, dist.Work]] = deque()
+
+    def add(self, tensor: Tensor, target: str, work: dist.Work) -> None:
+        self.sending.append((tensor, target, work))
+        self.num_bytes += tensor.nbytes
+
+    def wait_for_sent(self, limit_bytes: int) -> None:
+        """Until less than this is left. (Receivers make ready before they wait.)"""
+        while self.sending and self.num_bytes >= limit_bytes:
             tensor, target, work = self.sending.popleft()
-            self.sending_bytes -= tensor.numel() * tensor.element_size()
+            self.num_bytes -= tensor.nbytes
             _Work(work, target, self.timeout_s).wait()
 
 
@@ -105,7 +116,7 @@ def _is_socket(file: int) -> bool:
 
 
 def _let_others_pass(connection: int) -> None:
-    """Where packets wait for the wire, those of this connection wait longest: Linux sorts them by default."""
+    """Packets of this connection wait longest in Linux' queue pfifo_fast; others are fair by themselves."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection)) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)
 

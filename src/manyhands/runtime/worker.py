@@ -100,7 +100,7 @@ class Worker:
         self.mixed: torch.dtype | None = None  # the type in which convolutions and linear layers compute
         self.optimiser: torch.optim.Optimizer | None = None
         self.store = Store(graph, territory)
-        self.mail = Mail(program.device, self.store, weights, transport)
+        self.mail = Mail(program, self.store, weights, transport)
         self.last_uses = {s.chunk: last_uses(s, self.layers) for s in program.steps if isinstance(s, Forward)}
         self.anchor = torch.zeros((), requires_grad=True)
         self.spent_s = [0.0] * len(program.steps)  # in each step of the program, waiting included
@@ -133,14 +133,13 @@ class Worker:
     @torch.no_grad()
     def predict(self, batch: Batch) -> tuple[Tensor, ...] | None:
         """The whole outputs of one batch, on a device that would evaluate the loss. Nothing is learned."""
+        self.mail.settle()
         self._run_all(forward_steps(self.program), batch)
         outputs = self._outputs() if Loss() in self.program.steps else None
         self.store.clear()
         return outputs
 
     def _run_all(self, steps: Sequence[Step], batch: Batch) -> None:
-        if steps is not self.program.steps:  # which waits where it needs what the step before left on its way
-            self.mail.settle()
         self.store.clear()
         self.batch, self.transport.in_flight_bytes = batch, self.territory.in_flight_bytes
         for position, step in enumerate(steps):

@@ -24,7 +24,7 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Span, Tile
-from manyhands.ir.plan import LEAST_IN_FLIGHT, Kept, Plan
+from manyhands.ir.plan import Kept, Plan
 from manyhands.loading import default_input, load_cluster, load_model, parse_bytes, parse_inputs
 from manyhands.measuring import known_local, threads_each
 from manyhands.planning.feeding import Feed, feed_plan
@@ -208,8 +208,6 @@ def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster,
         cluster = replace(measured, devices=cluster.devices)
     kept = _kept(job)
     plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster), kept=kept)
-    if job.clip is not None:  # then weights change at once in the end, and room for more is not used
-        plan = replace(plan, in_flight_bytes=LEAST_IN_FLIGHT)
     lowered = api.lower(graph, plan, clip=job.clip is not None)
     _refuse_large(lowered, cluster, job)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]

@@ -1,0 +1,31 @@
+"""What autograd keeps of a chunk between its forward and its backward, on paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from manyhands.ir.geometry import Tile
+from manyhands.ir.graph import Layer
+from manyhands.planning.ledger import Block
+from manyhands.planning.liveness import Buffer
+
+
+@dataclass
+class Node:
+    """One layer on a tape: what it keeps, and what of which input it read."""
+
+    layer: Layer
+    kept: list[Block]
+    reads: list[tuple[str, int, int]]  # (input, bytes read, bytes of the tile at hand)
+    result_bytes: int
+    filter_bytes: int
+    copied_bytes: int  # of an input that had to be put in one piece
+
+
+@dataclass
+class Tape:
+    nodes: list[Node] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)  # those that leave the chunk and have a gradient
+    sources: dict[str, Buffer] = field(default_factory=dict)
+    here: dict[str, tuple[Block, Tile]] = field(default_factory=dict)  # while the chunk computes
+    small: list[Block] = field(default_factory=list)  # the graph's own, between what it keeps
