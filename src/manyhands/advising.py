@@ -57,7 +57,8 @@ def _helps(request: Request, best: Option) -> Iterator[Help]:
     """Changes, and the seconds an image would take as a part of what it takes now."""
     now = best.cost.seconds / request.batch
     for change, changed in _changes(request):
-        decision = api.choose(changed.traced.graph, changed.cluster)
+        known = (best.plan,) if changed.batch == request.batch else ()
+        decision = api.choose(changed.traced.graph, changed.cluster, known=known)
         if decision.best is None:
             yield Help(change, None, "would not fit")
         else:

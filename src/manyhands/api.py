@@ -66,9 +66,13 @@ def choose(
     required: Sequence[str] = (),
     kept: Kept = SGD_WITH_MOMENTUM,
     room: bool = True,
+    known: Sequence[Plan] = (),
 ) -> Decision:
-    """The best plan for a cluster, and what else there was; `kept`: of each weight by the optimiser."""
-    return decide(graph, cluster, required=tuple(required), kept=kept, room=room)
+    """The best plan for a cluster, and what else there was; `kept`: of each weight by the optimiser.
+
+    `known` plans take part in the choice.
+    """
+    return decide(graph, cluster, required=tuple(required), kept=kept, room=room, known=tuple(known))
 
 
 def fitting(decision: Decision, cluster: Cluster) -> Option:

@@ -16,6 +16,7 @@ import pytest
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Axis, Cut, Layout
+from manyhands.ir.plan import Plan
 from manyhands.planning.choosing import Chooser
 from manyhands.planning.deciding import Option, decide
 from manyhands.planning.lowering import lower
@@ -228,6 +229,42 @@ def test_the_forecast_is_hardly_ever_worse_for_a_better_cluster(seed: int) -> No
     for changed in better_clusters(cluster):
         better = decide(graph, changed).best
         assert better is not None and better.cost.seconds <= before.cost.seconds * 1.01
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_the_plan_so_far_the_forecast_is_never_worse_for_a_better_cluster(seed: int) -> None:
+    """So what `manyhands plan` says of twice the bandwidth or one more device is never that it would harm."""
+    random = Random(700 + seed)
+    graph, cluster = random_graph(random, random.choice((1, 2))), unequal(random, random.choice((2, 3)))
+    before = decide(graph, cluster).best
+    assert before is not None
+    for changed in better_clusters(cluster):
+        better = decide(graph, changed, known=(before.plan,)).best
+        assert better is not None and better.cost.seconds <= before.cost.seconds * (1 + 1e-9)
+    peaks = simulate(lower(graph, before.plan), cluster).cost.peak_bytes
+    seconds, known = [], tuple[Plan, ...]()
+    for part in (0.95, 1.0, 1.04, 1.2):
+        size = int(part * max(peak for _, peak in peaks))
+        limited = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
+        best = decide(graph, limited, known=known).best
+        seconds.append(best.cost.seconds if best else inf)
+        known = (best.plan,) if best else ()
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < inf
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_plan_is_never_foreseen_to_be_slower_on_a_better_cluster(seed: int) -> None:
+    random = Random(800 + seed)
+    graph, num = random_graph(random, random.choice((1, 2, 3))), random.choice((2, 3))
+    cluster, name = unequal(random, num), random.choice(NAMES)
+    try:
+        plan = plan_by_name(graph, cluster.names, name)
+    except RequestError:
+        plan = plan_by_name(graph, cluster.names[:1], "single")
+    lowered = lower(graph, plan)
+    before = simulate(lowered, cluster, memory=False).cost.seconds
+    for changed in better_clusters(cluster):
+        assert simulate(lowered, changed, memory=False).cost.seconds <= before * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -80,11 +80,13 @@ def decide(
     required: tuple[str, ...] = (),
     kept: Kept = SGD_WITH_MOMENTUM,
     room: bool = True,
+    known: tuple[Plan, ...] = (),
 ) -> Decision:
     """Foresee what the searches find and the named strategies; the fastest that fits wins.
 
     `required` devices take part in the plan, also where it would be faster without them. `room`: a plan may
-    have more on its way than the least.
+    have more on its way than the least. `known` plans are foreseen too: with that of a cluster that differs
+    from this one by being slower in something, the forecast is not worse than there.
     """
     decider = _Decider(graph, cluster, kept)
     searches = decider.chooser.searches(required)
@@ -92,6 +94,7 @@ def decide(
     if room and decider.chooser.few:
         roomy = [option for layouts in searches for option in decider.searched(layouts, roomy=True)]
         found += [decider.with_room(option) for option in roomy if option.fits]
+    found += [decider.foresee("auto", plan) for plan in known if set(plan.devices) <= set(cluster.names)]
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
