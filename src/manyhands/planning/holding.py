@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import prod
 
 from manyhands.ir.geometry import Tile
-from manyhands.ir.graph import Constant, Convolve, Deconvolve, Input, Layer, Statistic
+from manyhands.ir.graph import BatchNorm, Constant, Convolve, Deconvolve, Input, Layer, Statistic
 from manyhands.ir.program import (
     Backward,
     Content,
@@ -229,7 +229,7 @@ class Holding:
             tape.here[source] = self._bring(source, node.layer, tape)
         block, tile = tape.here[source]
         node.reads.append((source, size, tile_bytes(layer, tile)))
-        if need != tile and isinstance(node.layer.operation, Convolve | Deconvolve):
+        if need != tile and isinstance(node.layer.operation, Convolve | Deconvolve | BatchNorm):
             node.copied_bytes += size
         return self.ledger.hold(block)
 

@@ -46,6 +46,11 @@ def arranged(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     return tensor.contiguous(memory_format=memory_format) if tensor.dim() == 4 else tensor
 
 
+def order_of(tensor: Tensor) -> torch.memory_format:
+    last = tensor.dim() == 4 and tensor.stride(1) == 1
+    return torch.channels_last if last else torch.contiguous_format
+
+
 def faster_format(graph: Graph, territory: Territory, dtype: torch.dtype) -> torch.memory_format:
     """Channels last or first, whichever computes this device's heaviest convolutions faster, measured now."""
     work: dict[tuple[Shape, int, Shape], int] = {}

@@ -37,6 +37,7 @@ from manyhands.ir.graph import (
 from manyhands.ir.regions import factor_ranges, fold, group_range, slide_need
 from manyhands.runtime.dropout import mask
 from manyhands.runtime.norms import settled
+from manyhands.runtime.parts import part
 from manyhands.runtime.pooling import adaptive_pool, pool
 from manyhands.runtime.resizing import resize
 
@@ -123,12 +124,12 @@ def compute(work: Work) -> Tensor:
         case Along(dimensions):
             result = work.call()
             spans = enumerate(work.tile.spans)
-            return result[tuple(_slice(s) if d in dimensions else slice(None) for d, s in spans)]
+            return part(result, [_slice(s) if d in dimensions else slice(None) for d, s in spans])
         case Reduce():
             return work.call()
         case Whole():
             result = work.call()
-            return result[tuple(_slice(span) for span in work.tile.spans)]
+            return part(result, [_slice(span) for span in work.tile.spans])
         case _:
             raise TypeError(f"no kernel computes {operation}")
 
@@ -165,15 +166,13 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
         *(window_rows(s, need.spans[d], tile.spans[d]) for d, s in zip((2, 3), slides, strict=True)),
         strict=True,
     )
-    x = _cropped(x, parts)
+    x = part(x, (slice(None), slice(None), *parts))
     even, skips = _even_padding(slides, before, after, tile)
     if even is None:
         x, even, skips = F.pad(x, (before[1], after[1], before[0], after[0])), (0, 0), (0, 0)
     y = F.conv2d(x, weight, bias, tuple(stride), even, tuple(dilation), groups)
-    rows, columns = (slice(skip, skip + len(s)) for skip, s in zip(skips, tile.spans[2:], strict=True))
-    if y.shape[2:] != tile.shape[2:]:
-        y = y[:, :, rows, columns]
-    return _own_channels(y, work, operation.groups)
+    inside = (slice(skip, skip + len(s)) for skip, s in zip(skips, tile.spans[2:], strict=True))
+    return _own_channels(part(y, (slice(None), slice(None), *inside)), work, operation.groups)
 
 
 def _even_padding(
@@ -195,13 +194,6 @@ def _even_padding(
     return (paddings[0], paddings[1]), (skips[0], skips[1])
 
 
-def _cropped(x: Tensor, parts: Sequence[slice]) -> Tensor:
-    rows, columns = parts
-    if rows == slice(0, x.shape[2]) and columns == slice(0, x.shape[3]):
-        return x
-    return x[:, :, rows, columns]
-
-
 def _own_channels(y: Tensor, work: Work, groups: int) -> Tensor:
     """A group is computed whole; keep the channels that were asked for."""
     span = work.tile.spans[1]
@@ -209,7 +201,7 @@ def _own_channels(y: Tensor, work: Work, groups: int) -> Tensor:
         return y
     size = work.layer.shape[1] // groups
     start = span.start - span.start // size * size
-    return y if y.shape[1] == len(span) else y[:, start : start + len(span)]
+    return part(y, (slice(None), slice(start, start + len(span))))
 
 
 def deconvolve(work: Work, operation: Deconvolve) -> Tensor:
@@ -232,7 +224,7 @@ def deconvolve(work: Work, operation: Deconvolve) -> Tensor:
         start = tile.spans[d].start - (need.spans[d].start * slide.stride - slide.before)
         stop = start + len(tile.spans[d])
         low, high = min(max(start, 0), y.shape[d]), max(min(stop, y.shape[d]), 0)
-        y = y.narrow(d, low, max(high - low, 0))
+        y = part(y, (*(slice(None),) * d, slice(low, max(high, low))))
         if len(tile.spans[d]) != y.shape[d]:  # rows that no input reaches
             before = min(max(-start, 0), len(tile.spans[d]) - y.shape[d])
             amounts = (before, len(tile.spans[d]) - y.shape[d] - before)
@@ -255,7 +247,7 @@ def rearrange(operation: Rearrange, x: Tensor, tile: Tile) -> Tensor:
         start = ranges[factors[0]].start * inner if factors else 0
         shape.append(len(ranges[factors[0]]) * inner if factors else 1)
         where.append(slice(span.start - start, span.stop - start))
-    return x.reshape(shape)[tuple(where)]
+    return part(x.reshape(shape), where)
 
 
 def pad(work: Work, operation: Pad) -> Tensor:
@@ -267,7 +259,8 @@ def pad(work: Work, operation: Pad) -> Tensor:
             x = _folded(x, d, wanted, need.spans[d], work.shapes[0][d], operation.mode)
             continue
         inside = wanted & Span(0, work.shapes[0][d])
-        x = x.narrow(d, inside.start - need.spans[d].start if len(inside) else 0, len(inside))
+        start = inside.start - need.spans[d].start if len(inside) else 0
+        x = part(x, (*(slice(None),) * d, slice(start, start + len(inside))))
         before = inside.start - wanted.start if len(inside) else len(wanted)
         amounts = [before, len(wanted) - len(inside) - before, *amounts]
     return F.pad(x, amounts, value=operation.value) if any(amounts) else x

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Layer, Statistic
 from manyhands.ir.territory import Exchange
+from manyhands.runtime.formats import order_of
 from manyhands.runtime.tape import Box
 
 
@@ -45,8 +46,7 @@ def measure(layer: Layer, own: Tensor) -> Tensor:
 
 def _dense(x: Tensor) -> Tensor:
     """x itself, or a copy without gaps: torch's batch norm is many times faster on that."""
-    last = x.dim() == 4 and x.stride(1) == 1
-    return settled(x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
+    return settled(x.contiguous(memory_format=order_of(x)))
 
 
 def combine(layer: Layer, exchange: Exchange, parts: dict[str, Tensor], like: Tensor) -> Moments:
@@ -119,7 +119,7 @@ class Normalise(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, mean, variance = ctx.saved_tensors
         gradient, weight_gradient, bias_gradient = torch.ops.aten.native_batch_norm_backward(
-            settled(gradients[0]), x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            settled(gradients[0]), _dense(x), weight, mean, variance, None, None, False, ctx.eps, [True] * 3
         )
         ctx.box.tensor = torch.stack([bias_gradient * weight, weight_gradient * weight])
         return gradient, weight_gradient, bias_gradient, None, None, None, None

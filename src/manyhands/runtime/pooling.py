@@ -11,6 +11,7 @@ from torch import Tensor
 from manyhands.ir.geometry import Shape, Span, Tile
 from manyhands.ir.graph import AdaptivePool, Mode, Pool, Slide
 from manyhands.ir.regions import slide_need
+from manyhands.runtime.parts import part
 
 
 def pool(operation: Pool, x: Tensor, need: Tile, tile: Tile, shape: Shape) -> Tensor:
@@ -20,7 +21,8 @@ def pool(operation: Pool, x: Tensor, need: Tile, tile: Tile, shape: Shape) -> Te
     for d, slide in zip((2, 3), slides, strict=True):
         wanted = slide_need(slide, tile.spans[d])
         inside = wanted & Span(0, shape[d])
-        x = x.narrow(d, inside.start - need.spans[d].start if len(inside) else 0, len(inside))
+        start = inside.start - need.spans[d].start if len(inside) else 0
+        x = part(x, (*(slice(None),) * d, slice(start, start + len(inside))))
         before = inside.start - wanted.start if len(inside) else len(wanted)
         amounts = [before, len(wanted) - len(inside) - before, *amounts]
     kernel, stride = [s.kernel for s in slides], [s.stride for s in slides]
@@ -61,8 +63,15 @@ def adaptive_pool(
         size, count, start = shape[d], result[d], need.spans[d].start
         indices = range(tile.spans[d].start, tile.spans[d].stop)
         spans.append([(i * size // count - start, -(-(i + 1) * size // count) - start) for i in indices])
+    every = (slice(None),) * 2
     rows = [
-        torch.cat([function(x[:, :, top:bottom, left:right], 1) for left, right in spans[1]], 3)
+        torch.cat(
+            [
+                function(part(x, (*every, slice(top, bottom), slice(left, right))), 1)
+                for left, right in spans[1]
+            ],
+            3,
+        )
         for top, bottom in spans[0]
     ]
     return torch.cat(rows, 2)

@@ -58,6 +58,7 @@ from manyhands.runtime.norms import (
     norm_correction,
     normalise,
 )
+from manyhands.runtime.parts import part
 from manyhands.runtime.store import Store
 from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
 from manyhands.runtime.transport import Transport
@@ -254,9 +255,9 @@ class Worker:
         tensor, tile = here[source]
         if not need.numel:
             return tensor.new_empty(need.shape)
-        part = tensor if tile == need else tensor[need.within(tile)]
+        wanted = part(tensor, need.within(tile))
         from_batch = isinstance(self.layers[source].operation, Input)
-        return arranged(part, self.store.memory_format) if from_batch else part
+        return arranged(wanted, self.store.memory_format) if from_batch else wanted
 
     def _bring(self, source: str, reader: Layer, tape: Tape) -> tuple[Tensor, Tile]:
         layer = self.layers[source]
