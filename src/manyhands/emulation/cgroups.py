@@ -19,7 +19,7 @@ from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
 from manyhands.errors import RequestError
 
 ROOT = Path("/sys/fs/cgroup")
-PERIOD_US, LONGEST_US = 10_000, 20_000  # of time: whoever has had its part waits for so long at most
+PERIOD_US, LONGEST_US = 5_000, 20_000  # of time: whoever has had its part waits for so long at most
 LEAST_US = 1_000  # of a period: the kernel knows no smaller part
 LEAST_CORES = LEAST_US / LONGEST_US
 _V1_FILES = {"memory": "memory.limit_in_bytes", "cpu": "cpu.cfs_quota_us"}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
 
 from manyhands.ir.geometry import Tile
+from manyhands.ir.graph import BatchNorm, Convolve, Deconvolve, GroupNorm, Layer
 
 
 class Content(Enum):
@@ -278,6 +281,17 @@ def gradient_steps(program: Program) -> tuple[Step, ...]:
 
 _MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|from) (\S+) #(\d+) (\d+)")
 _TILED = re.compile(r"(prepare|place|return) (\S+)>(\d+)\[(.*?)\]")
+
+
+def unshared_gradients(step: Forward, layers: Mapping[str, Layer]) -> set[str]:
+    """What a chunk reads of earlier ones and whose gradient it makes anew, so that nobody else holds it.
+
+    That is what one layer of it reads, of a kind that never hands its own gradient on as its input's.
+    """
+    read = Counter(source for name in step.layers for source in layers[name].inputs)
+    kinds = Convolve | Deconvolve | BatchNorm | GroupNorm
+    makers = (layers[name] for name in step.layers if isinstance(layers[name].operation, kinds))
+    return {layer.inputs[0] for layer in makers if read[layer.inputs[0]] == 1} - set(step.layers)
 
 
 def parse_step(text: str, device: str) -> Step:

@@ -32,6 +32,7 @@ from manyhands.ir.program import (
     Step,
     Update,
     postponed,
+    unshared_gradients,
 )
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
@@ -114,8 +115,8 @@ class Holding:
                 self.values[layer, segment] = Block(tile_bytes(self.layers[layer], tile))
             case Place(layer, segment):
                 self._write((layer, segment))
-            case Forward(chunk, names):
-                self.forward(chunk, names)
+            case Forward():
+                self.forward(step)
             case Backward(chunk):
                 self.backward(self.tapes.pop(chunk))
             case Measure(layer):
@@ -160,8 +161,9 @@ class Holding:
 
     # ---- forward ---------------------------------------------------------------------------------------
 
-    def forward(self, chunk: int, names: tuple[str, ...]) -> None:
-        tape = self.tapes[chunk] = Tape()
+    def forward(self, step: Forward) -> None:
+        chunk, names = step.chunk, step.layers
+        tape = self.tapes[chunk] = Tape(unshared=unshared_gradients(step, self.layers))
         last = {source: name for name in names for source in (name, *self.layers[name].inputs)}
         for name in names:
             result = self._compute(self.layers[name], tape)
@@ -268,7 +270,7 @@ class Holding:
                 self._accumulate(flowing, source, block)
         for source, buffer in tape.sources.items():
             if source in flowing:
-                self._hand_on(buffer, flowing.pop(source))
+                self._hand_on(buffer, flowing.pop(source), unshared=source in tape.unshared)
         for block in (*flowing.values(), *tape.small):
             self.ledger.free(block)
 
@@ -305,11 +307,11 @@ class Holding:
             self.ledger.free(old)
         self.ledger.free(block)
 
-    def _hand_on(self, buffer: Buffer, block: Block) -> None:
+    def _hand_on(self, buffer: Buffer, block: Block, *, unshared: bool) -> None:
         """What flowed back into a result of an earlier chunk."""
         name, segment = buffer
         if segment is None:
-            self.add_gradient(name, self.territory.computed[name], block)
+            self.add_gradient(name, self.territory.computed[name], block, unshared=unshared)
         elif buffer in self.read_gradients:
             old, self.read_gradients[buffer] = self.read_gradients[buffer], self.ledger.new(block.num_bytes)
             self.ledger.free(old)
@@ -317,11 +319,12 @@ class Holding:
         else:
             self.read_gradients[buffer] = block
 
-    def add_gradient(self, name: str, tile: Tile, block: Block) -> None:
+    def add_gradient(self, name: str, tile: Tile, block: Block, *, unshared: bool = False) -> None:
         """Add to the gradient of a result; the first that covers it all is taken as it is."""
         if name not in self.gradients and tile == self.territory.computed[name]:
             self.gradients[name] = block
-            self.borrowed.add(name)
+            if not unshared:
+                self.borrowed.add(name)
             return
         self.own_gradient(name)
         self.ledger.free(block)

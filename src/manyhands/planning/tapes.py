@@ -27,5 +27,6 @@ class Tape:
     nodes: list[Node] = field(default_factory=list)
     results: list[str] = field(default_factory=list)  # those that leave the chunk and have a gradient
     sources: dict[str, Buffer] = field(default_factory=dict)
+    unshared: set[str] = field(default_factory=set)  # sources whose gradient nobody else holds
     here: dict[str, tuple[Block, Tile]] = field(default_factory=dict)  # while the chunk computes
     small: list[Block] = field(default_factory=list)  # the graph's own, between what it keeps

@@ -62,11 +62,12 @@ class Store:
         layer, segment = buffer
         return self.territory.computed[layer] if segment is None else self.territory.needed[layer, segment]
 
-    def add_gradient(self, layer: str, tile: Tile, value: Tensor) -> None:
-        """Add to the gradient of what this device computed of a layer."""
+    def add_gradient(self, layer: str, tile: Tile, value: Tensor, *, unshared: bool = False) -> None:
+        """Add to the gradient of what this device computed of a layer; unshared: nobody else holds it."""
         if layer not in self.gradients and tile == self.territory.computed[layer]:
             self.gradients[layer] = value
-            self.borrowed.add(layer)
+            if not unshared:
+                self.borrowed.add(layer)
             return
         self.own_gradient(layer)[tile.within(self.territory.computed[layer])] += value
 

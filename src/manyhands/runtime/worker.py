@@ -43,22 +43,16 @@ from manyhands.ir.program import (
     Update,
     forward_steps,
     gradient_steps,
+    unshared_gradients,
 )
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.runtime.formats import arranged
-from manyhands.runtime.kernels import Function, Work, compute, count_batch
+from manyhands.runtime.kernels import Function, Work, compute
 from manyhands.runtime.mail import Mail
-from manyhands.runtime.norms import (
-    Moments,
-    combine,
-    local_sums,
-    mean_correction,
-    measure,
-    norm_correction,
-    normalise,
-)
+from manyhands.runtime.norms import measure, normalise
 from manyhands.runtime.parts import part
+from manyhands.runtime.statistics import correct, follow, keep_sums, moments_of
 from manyhands.runtime.store import Store
 from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
 from manyhands.runtime.transport import Transport
@@ -102,7 +96,9 @@ class Worker:
         self.optimiser: torch.optim.Optimizer | None = None
         self.store = Store(graph, territory)
         self.mail = Mail(program, self.store, weights, transport)
-        self.last_uses = {s.chunk: last_uses(s, self.layers) for s in program.steps if isinstance(s, Forward)}
+        forwards = [step for step in program.steps if isinstance(step, Forward)]
+        self.last_uses = {step.chunk: last_uses(step, self.layers) for step in forwards}
+        self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
         self.anchor = torch.zeros((), requires_grad=True)
         self.spent_s = [0.0] * len(program.steps)  # in each step of the program, waiting included
         used = (layer for layer in graph.layers if territory.computed[layer.name].numel or not layer.inputs)
@@ -170,7 +166,7 @@ class Worker:
                 own = store.own(source, self.territory.home[source])
                 store.parts[layer][self.program.device] = measure(self.layers[layer], own)
             case Correct(layer):
-                self.correct(self.layers[layer])
+                correct(store, self.layers[layer])
             case Send(message):
                 self.mail.send(message)
             case Expect(message):
@@ -283,7 +279,7 @@ class Worker:
     ) -> Tensor:
         """A norm or mean whose statistics were exchanged."""
         tile = self.territory.computed[layer.name]
-        moments = self._moments(layer)
+        moments = moments_of(self.store, layer)
         box = tape.sums[layer.name] = Box()
         if layer.statistic is Statistic.MEAN:
             mean = moments.mean[Tile(tile.spans[:2]).within(moments.tile)].reshape(tile.shape)
@@ -295,31 +291,8 @@ class Worker:
         if layer.name in self.territory.tape_holds_input and home.numel:
             self.store.own_inputs[layer.name] = x.detach()[home.within(tile)]
         if isinstance(operation, BatchNorm):
-            self._follow(layer, operation, moments, tile, weights)
+            follow(self.store, layer, operation, moments, weights)
         return normalise(layer, x, tile, moments, weights, operation.eps, box)
-
-    def _moments(self, layer: Layer) -> Moments:
-        """The whole statistics of a layer, put together when first asked for."""
-        if layer.name not in self.store.moments:
-            exchange, parts = self.territory.exchanges[layer.name], self.store.parts.pop(layer.name)
-            mine = self.program.device
-            for share in exchange.shares:
-                if share.device == mine and exchange.own is not None:
-                    parts[mine] = parts[mine][(slice(None), *share.tile.within(exchange.own.tile))]
-            self.store.moments[layer.name] = combine(layer, exchange, parts, next(iter(parts.values())))
-        return self.store.moments[layer.name]
-
-    def _follow(
-        self, layer: Layer, operation: BatchNorm, moments: Moments, tile: Tile, weights: dict[str, Tensor]
-    ) -> None:
-        """Running statistics follow those of this batch."""
-        momentum = count_batch(weights, operation)
-        if "running_mean" not in weights:
-            return
-        mean, variance = moments.at(Tile((moments.tile.spans[0], tile.spans[1])))
-        total = self.territory.exchanges[layer.name].total
-        weights["running_mean"].lerp_(mean[0], momentum)
-        weights["running_var"].lerp_(variance[0] * (total / max(total - 1, 1)), momentum)
 
     def loss(self) -> None:
         """Evaluate the loss on the whole outputs; of the gradient, keep this device's own tiles."""
@@ -358,7 +331,8 @@ class Worker:
                 continue
             layer, segment = buffer
             if segment is None:
-                self.store.add_gradient(layer, self.territory.computed[layer], gradient)
+                alone = layer in self.unshared[chunk]
+                self.store.add_gradient(layer, self.territory.computed[layer], gradient, unshared=alone)
             elif (layer, segment) in self.store.read_gradients:
                 self.store.read_gradients[layer, segment] = (
                     self.store.read_gradients[layer, segment] + gradient
@@ -366,33 +340,7 @@ class Worker:
             else:
                 self.store.read_gradients[layer, segment] = gradient
         for name, box in tape.sums.items():
-            self._keep_sums(name, box)
-
-    def _keep_sums(self, name: str, box: Box) -> None:
-        layer, exchange = self.layers[name], self.territory.exchanges[name]
-        moments = self.store.moments[name]
-        tile = self.territory.computed[name]
-        self.store.sums[name][self.program.device] = local_sums(layer, exchange, tile, box, moments.mean)
-
-    def correct(self, layer: Layer) -> None:
-        name, source = layer.name, layer.inputs[0]
-        exchange, home = self.territory.exchanges[name], self.territory.home[source]
-        parts = self.store.sums.pop(name, {})
-        if self.program.device in parts:
-            tile = next((s.tile for s in exchange.readers if s.device == self.program.device), None)
-            assert exchange.known is not None
-            mine = parts.pop(self.program.device)
-            if tile is not None:
-                parts[self.program.device] = mine[(slice(None), *tile.within(exchange.known))]
-        if not parts:
-            return
-        own = self.store.own_gradient(source)[home.within(self.territory.computed[source])]
-        if not isinstance(layer.operation, BatchNorm | GroupNorm):
-            own += mean_correction(exchange, parts, own.dim())
-            return
-        offset, slope = norm_correction(exchange, parts, self._moments(layer), layer.operation.eps, own.dim())
-        x = self.store.own_inputs.pop(name, None)
-        own.addcmul_(slope, self.store.own(source, home) if x is None else x).add_(offset)
+            keep_sums(self.store, self.layers[name], box)
 
     def _return(self, layer: str, segment: int, tile: Tile) -> None:
         gradient = self.store.read_gradients.pop((layer, segment), None)
