@@ -114,42 +114,48 @@ def run(
     memory: bool,
     tell: Tell,
 ) -> Result:
-    core, rows = core_flops_per_s(), []
+    core, rows, found = core_flops_per_s(), [], []
     for count in counts:
         for batch in batches:
             for mbit in rates:
-                where = f"{count} devices, batch {batch}, {mbit:g} Mbit/s"
-                rows.append(_row(count, batch, mbit, core, dilation, rounds, partial(tell_at, tell, where)))
-    found = [_memory(count, batches[0], tell) for count in counts] if memory else []
+                telling = partial(tell_at, tell, f"{count} devices, batch {batch}, {mbit:g} Mbit/s")
+                row, plan = _row(count, batch, mbit, core, dilation, rounds, telling)
+                rows.append(row)
+                found += [_memory(row, plan, telling)] if memory else []
     return Result(tuple(rows), tuple(found))
 
 
 def _row(
     count: int, batch: int, mbit: float, core: float, dilation: float | None, rounds: int, tell: Tell
-) -> Row:
+) -> tuple[Row, Plan]:
+    """The race, and what the planner's own plan was in it."""
     speed = 1e9 * BOARDS["raspberry-pi-3"].gflops
     names = tuple(f"pi-{i}" for i in range(count))
     devices = cluster(dict.fromkeys(names, speed) | {ONE_CORE: speed / CORES}, mbit)
-    plans = {name: among(names, choose) for name, choose in WAYS.items()}
+    chosen: list[Plan] = []
+
+    def noted(graph: Graph, cluster: Cluster) -> Plan:
+        chosen.append(auto(graph, cluster))
+        return chosen[-1]
+
+    plans = {name: among(names, choose) for name, choose in (WAYS | {"auto": noted}).items()}
     plans |= {name: among((name,), by_name("single")) for name in (names[0], ONE_CORE)}
     found = laps(Setting(MODEL, SHAPE, batch, devices), core, dilation, plans, (), rounds, tell)
     seconds = {lap.name: lap.seconds for lap in found}
     one_device, one_core = seconds.pop(names[0]), seconds.pop(ONE_CORE)
     layouts = next(lap.layouts for lap in found if lap.name == "auto")
-    return Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts)
+    return Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts), chosen[-1]
 
 
-def _memory(count: int, batch: int, tell: Tell) -> Memory:
+def _memory(row: Row, plan: Plan, tell: Tell) -> Memory:
     """Growth of a process over what it has when it is ready, weights included, while it takes some steps."""
-    tell(f"memory of {count} devices")
-    graph = graph_of(MODEL, (SHAPE,), batch)
-
-    def grown(num_devices: int, strategy: str) -> int:
-        plan = api.plan(graph, num_devices, strategy)
-        facts = memory_of(MeasureJob(MODEL, (SHAPE,), plan, STEPS, 0, True))
-        return max(each["peak_bytes"] - each["ready_bytes"] for each in facts.values())
-
-    return Memory(count, batch, "rows", grown(1, "single"), grown(count, "rows"))
+    tell("memory")
+    single = api.plan(graph_of(MODEL, (SHAPE,), row.batch), 1, "single")
+    one_bytes, most_bytes = (
+        max(each["peak_bytes"] - each["ready_bytes"] for each in facts.values())
+        for facts in (memory_of(MeasureJob(MODEL, (SHAPE,), p, STEPS, 0, True)) for p in (single, plan))
+    )
+    return Memory(row.devices, row.batch, row.layouts, one_bytes, most_bytes)
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -184,7 +190,6 @@ def table(result: Result) -> Table:
         alone = (f"{row.one_core_s:.1f} s", f"{row.one_device_s:.1f} s")
         table.add_row(*setting, *alone, *cells, row.layouts)
     if result.memory:
-        parts = [f"{m.devices} devices {m.less:.1f} times less" for m in result.memory]
-        how = f"{result.memory[0].strategy}: growth of the fullest process over its weights in a step"
-        table.caption = f"{how}, {', '.join(parts)}"
+        parts = [f"{m.devices} devices ({m.strategy}) {m.less:.1f} times less" for m in result.memory]
+        table.caption = f"growth of the fullest process over its weights in a step: {', '.join(parts)}"
     return table
