@@ -116,6 +116,24 @@ def planning(as_json: Json = False) -> None:
 
 
 @bench.command()
+def memory(
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw figure 1 into this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The paper on training on the edge: its tables of ResNets' memory, and what Revolve makes of them."""
+    from manyhands.benches import paper3
+    from manyhands.reporting.plots import plot_steps
+
+    with busy(as_json) as status:
+        result = paper3.run(lambda what: status.update(f"{what} ..."))
+    if plot is not None:
+        limit = paper3.LIMIT_BYTES / paper3.GIB, "2 GB"
+        plot_steps(plot, paper3.panels(result), "times as long as without checkpoints", "GB", limit)
+    print(json.dumps(paper3.to_json(result))) if as_json else show(paper3.table(result))
+    raise typer.Exit(0 if result.within else 1)
+
+
+@bench.command()
 def training(
     job: Annotated[Path, typer.Argument(help="Job file; examples/jobs/cifar10-resnet18.toml is one.")],
     strategies: Annotated[str, typer.Option("--strategies", help="Plans, by semicolons.")] = "batch;rows",

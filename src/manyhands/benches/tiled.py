@@ -114,15 +114,17 @@ def run(
     memory: bool,
     tell: Tell,
 ) -> Result:
-    core, rows, found = core_flops_per_s(), [], []
+    core = core_flops_per_s()
+    plans: dict[Row, Plan] = {}
     for count in counts:
         for batch in batches:
             for mbit in rates:
                 telling = partial(tell_at, tell, f"{count} devices, batch {batch}, {mbit:g} Mbit/s")
                 row, plan = _row(count, batch, mbit, core, dilation, rounds, telling)
-                rows.append(row)
-                found += [_memory(row, plan, telling)] if memory else []
-    return Result(tuple(rows), tuple(found))
+                plans[row] = plan
+    best = [max((r for r in plans if r.devices == n), key=lambda r: r.over_one_core) for n in counts]
+    found = [_memory(row, plans[row], tell) for row in best] if memory else []
+    return Result(tuple(plans), tuple(found))
 
 
 def _row(
@@ -149,7 +151,7 @@ def _row(
 
 def _memory(row: Row, plan: Plan, tell: Tell) -> Memory:
     """Growth of a process over what it has when it is ready, weights included, while it takes some steps."""
-    tell("memory")
+    tell(f"memory of {row.devices} devices")
     single = api.plan(graph_of(MODEL, (SHAPE,), row.batch), 1, "single")
     one_bytes, most_bytes = (
         max(each["peak_bytes"] - each["ready_bytes"] for each in facts.values())
@@ -190,6 +192,8 @@ def table(result: Result) -> Table:
         alone = (f"{row.one_core_s:.1f} s", f"{row.one_device_s:.1f} s")
         table.add_row(*setting, *alone, *cells, row.layouts)
     if result.memory:
-        parts = [f"{m.devices} devices ({m.strategy}) {m.less:.1f} times less" for m in result.memory]
-        table.caption = f"growth of the fullest process over its weights in a step: {', '.join(parts)}"
+        parts = [
+            f"{m.devices} ({m.strategy}, batch {m.batch}) {m.less:.1f} times less" for m in result.memory
+        ]
+        table.caption = f"growth of the fullest of so many processes in a step, by auto: {', '.join(parts)}"
     return table

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import prod
 
 from manyhands.ir.geometry import Tile
-from manyhands.ir.graph import BatchNorm, Constant, Convolve, Deconvolve, Input, Layer, Statistic
+from manyhands.ir.graph import Constant, Convolve, Deconvolve, Input, Layer, Statistic
 from manyhands.ir.program import (
     Backward,
     Content,
@@ -231,7 +231,7 @@ class Holding:
             tape.here[source] = self._bring(source, node.layer, tape)
         block, tile = tape.here[source]
         node.reads.append((source, size, tile_bytes(layer, tile)))
-        if need != tile and isinstance(node.layer.operation, Convolve | Deconvolve | BatchNorm):
+        if need != tile and isinstance(node.layer.operation, Convolve | Deconvolve):
             node.copied_bytes += size
         return self.ledger.hold(block)
 
@@ -285,7 +285,7 @@ class Holding:
         ]
         convolves = isinstance(layer.operation, Convolve | Deconvolve)
         in_part = convolves and gradient.num_bytes > node.result_bytes
-        needed = (node.copied_bytes, node.result_bytes if in_part else 0)
+        needed = (node.copied_bytes, node.result_bytes if in_part else 0, self._gapped_bytes(node))
         for_a_moment = [
             self.ledger.new(size) for size in (*needed, *self._workspace(backward_workspace, node))
         ]
@@ -296,6 +296,13 @@ class Holding:
             self.ledger.free(block)
         self.ledger.free(gradient)
         return made
+
+    def _gapped_bytes(self, node: Node) -> int:
+        """Of what a norm reads out of a larger tile, if its statistics are exchanged: it takes a copy."""
+        if node.layer.name not in self.territory.exchanges or not node.reads:
+            return 0
+        _, read, whole = node.reads[0]
+        return read if read < whole else 0
 
     def _accumulate(self, flowing: dict[str, Block], name: str, block: Block) -> None:
         """Autograd adds in place where nobody else holds what is there."""

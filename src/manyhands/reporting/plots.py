@@ -1,8 +1,8 @@
-"""Bars side by side, as a picture."""
+"""Bars side by side and curves, as pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -26,6 +26,32 @@ def plot_bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]],
     axes.set_title(title)
     axes.legend(fontsize=7)
     axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def plot_steps(
+    path: Path, panels: Mapping[str, Mapping[str, Points]], x: str, y: str, limit: tuple[float, str]
+) -> None:
+    """Curves that fall in steps, four panels to a picture; a limit is drawn across each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(-(-len(panels) // 2), 2, figsize=(10, 7), squeeze=False)
+    for axes, (title, curves) in zip(grid.flat, panels.items(), strict=False):
+        for name, points in curves.items():
+            axes.step([a for a, _ in points], [b for _, b in points], where="post", label=name)
+        axes.axhline(limit[0], color="black", linestyle=":", linewidth=1)
+        axes.annotate(limit[1], (1, limit[0]), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axes.set(title=title, xlabel=x, ylabel=y, yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

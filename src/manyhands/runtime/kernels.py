@@ -144,8 +144,8 @@ def window_rows(slide: Slide, need: Span, span: Span) -> tuple[slice, int, int]:
     inside = wanted & need
     if not len(inside):  # the windows lie in the padding alone
         return slice(0, 0), len(wanted), 0
-    part = slice(inside.start - need.start, inside.stop - need.start)
-    return part, inside.start - wanted.start, wanted.stop - inside.stop
+    touched = slice(inside.start - need.start, inside.stop - need.start)
+    return touched, inside.start - wanted.start, wanted.stop - inside.stop
 
 
 def convolve(work: Work, operation: Convolve) -> Tensor:
@@ -263,7 +263,7 @@ def pad(work: Work, operation: Pad) -> Tensor:
         x = part(x, (*(slice(None),) * d, slice(start, start + len(inside))))
         before = inside.start - wanted.start if len(inside) else len(wanted)
         amounts = [before, len(wanted) - len(inside) - before, *amounts]
-    return F.pad(x, amounts, value=operation.value) if any(amounts) else x
+    return F.pad(x, amounts, value=operation.value) if any(amounts) else x.view_as(x)
 
 
 def _folded(x: Tensor, dimension: int, wanted: Span, at_hand: Span, size: int, mode: Mode) -> Tensor:

@@ -70,12 +70,15 @@ def correct(store: Store, layer: Layer) -> None:
 
 
 def _add_line(own: Tensor, x: Tensor, offset: Tensor, slope: Tensor) -> None:
-    """own += offset + slope * x, some rows of a sample at a time, so that memory is read once."""
+    """own += offset + slope * x, some samples or rows at a time, so that memory is read once."""
     if own.dim() < 3 or not own.numel():
         own.addcmul_(slope, x).add_(offset)
         return
-    rows = max(1, BLOCK_BYTES // max(own[0].narrow(1, 0, 1).nbytes, 1))
-    for sample in range(len(own)):
-        at = min(sample, len(offset) - 1)  # of all samples at once, or of each
-        for part, read in zip(own[sample].split(rows, 1), x[sample].split(rows, 1), strict=True):
-            part.addcmul_(slope[at], read).add_(offset[at])
+    samples = max(1, BLOCK_BYTES // own[0].nbytes)
+    rows = max(1, BLOCK_BYTES * own.shape[2] // own[0].nbytes)
+    for first in range(0, len(own), samples):
+        some = slice(first, first + samples)
+        line = some if len(offset) > 1 else slice(None)  # of each sample, or of all
+        for top in range(0, own.shape[2], rows):
+            where = some, slice(None), slice(top, top + rows)
+            own[where].addcmul_(slope[line], x[where]).add_(offset[line])
