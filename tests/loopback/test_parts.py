@@ -92,6 +92,10 @@ def test_what_two_read_or_an_addition_hands_on_is_not_taken_for_unshared() -> No
     assert unshared_gradients(convolution, layers) == {"one"}
     assert unshared_gradients(norm, layers) == {"two"}
     assert unshared_gradients(addition, layers) == set()
+    others = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.GroupNorm(2, 4), nn.ReLU())
+    layers_of_others = trace(others, (torch.zeros(2, 3, 8, 8),)).graph.by_name()
+    assert unshared_gradients(Forward(0, ("1",)), layers_of_others) == {"0"}
+    assert unshared_gradients(Forward(0, ("2",)), layers_of_others) == set()
     both = Forward(0, ("two", "norm", "add"))  # `one` is read by the first and by the last
     assert unshared_gradients(both, layers) == set()
 

@@ -205,3 +205,22 @@ def test_a_factor_that_changes_no_size_copies(mode: str) -> None:
     """8 rows times 1.1 are 8 rows: torch copies them, whatever the factor."""
     model = Model(lambda self, x: F.interpolate(x, scale_factor=1.1, mode=mode))
     assert trains(model) and trains(model, "channels")
+
+
+@pytest.mark.parametrize(("activation", "trainable"), [(torch.tanh, False), (torch.square, True)])
+def test_what_torch_refuses_in_backward_is_refused_before(
+    activation: Callable[[Tensor], Tensor], trainable: bool
+) -> None:
+    """tanh keeps its result, square its input. Run in parts, a loss of that would go unnoticed."""
+
+    def then(self: nn.Module, x: Tensor) -> Tensor:
+        y = activation(x)
+        z = y + 1
+        return z * y.mul_(2).detach()
+
+    if trainable:
+        assert trains(Model(then))
+        return
+    with pytest.raises(RequestError, match="changes a tensor in place that its backward needs") as error:
+        graph_of(then)
+    assert "\n" not in str(error.value)

@@ -79,6 +79,8 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
                 "Forward must not branch on the values of tensors."
             ) from error
         runner = _propagate(model, graph, example)
+        if any(runner.overwrites.values()):
+            _refuse_lost_values(model, graph, example)
     graph.owning_module = None  # else every call of the graph would keep the whole model's weights alive
     return Walk(graph, runner.values, runner.overwrites, walker.opaque)
 
@@ -86,13 +88,36 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
 def _propagate(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> _Runner:
     """Run the calls on meta tensors; the model's own weights and buffers stay untouched."""
     runner = _Runner(fx.GraphModule(model, graph))
+    with torch.no_grad():
+        _run(runner, example)
+    return runner
+
+
+def _run(runner: _Runner, example: Sequence[torch.Tensor]) -> Any:
     state = {
         name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
         for name, tensor in [*runner.named_parameters(), *runner.named_buffers()]
     }
-    with torch.no_grad(), _in_one_line():
-        torch.func.functional_call(runner, state, tuple(tensor.to("meta") for tensor in example))
-    return runner
+    with _in_one_line():
+        return torch.func.functional_call(runner, state, tuple(tensor.to("meta") for tensor in example))
+
+
+def _refuse_lost_values(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> None:
+    """Refuse a model that changes in place what backward needs: torch does so, but only in backward.
+
+    Between parts of a graph that are run one by one, nobody would notice.
+    """
+    with torch.enable_grad():
+        result = _run(_Runner(fx.GraphModule(model, graph)), example)
+        ends = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        try:
+            torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+        except RuntimeError as error:
+            if "inplace operation" in str(error):  # whatever else fails, fails in training, too
+                raise RequestError(
+                    f"{type(model).__name__} changes a tensor in place that its backward needs. "
+                    "Torch cannot train it either: use the operation that returns a new tensor."
+                ) from error
 
 
 @contextmanager
