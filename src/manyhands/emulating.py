@@ -34,7 +34,7 @@ def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tel
     with emulated(read, core_flops_per_s(), dilation) as emulation, tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(emulation.cluster))
-        tell("", describe(emulation, read))
+        tell("", describe(emulation))
         codes = _run_all(emulation, command, path, tell)
         if reason := emulation.killed():
             raise RunError(f"{reason}.")
@@ -50,13 +50,14 @@ def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tel
         ]
 
 
-def describe(emulation: Emulation, asked: Cluster) -> str:
+def describe(emulation: Emulation) -> str:
     """What is emulated and what is not, in a line."""
     parts = ", ".join(f"{name} {part:.0%} of a core" for name, part in emulation.cores.items())
     rate = 8 * emulation.cluster.bytes_per_s / 1e6
     text = f"emulated, {emulation.dilation:.3g} times as fast as asked for: {parts}; {rate:.0f} Mbit/s"
-    if asked.latency_s and not emulation.wires.delayed:
-        text += "; latency is that of this machine, whose kernel cannot delay packets"
+    if emulation.held_back_s:
+        text += f"; manyhands' messages are held back {1e3 * emulation.held_back_s:.2g} ms, for this kernel "
+        text += "cannot delay packets: other programs' are not"
     return text
 
 

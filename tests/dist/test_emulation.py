@@ -232,3 +232,19 @@ def test_what_is_left_over_is_told_by_its_name() -> None:
     assert is_leftover(f"{FAMILY}{pid}-{int(started) - 1}-a")
     assert is_leftover(f"{FAMILY}4194304-17-a")
     assert not is_leftover("manyhands-1-2-a")
+
+
+@needs_root
+def test_latency_comes_from_the_kernel_or_by_holding_messages_back() -> None:
+    far = replace(PAIR, latency_s=0.02)
+    with devices.emulated(far, FAST, 1.0) as emulation:
+        told = emulating.describe(emulation)
+        (value,) = {
+            subprocess.run([*before, "printenv", devices.DELAY], capture_output=True, text=True).stdout.strip()
+            for before in emulation.within.values()
+        }
+    assert emulation.cluster.latency_s == 0.02
+    if emulation.wires.delayed:
+        assert not value and "held back" not in told
+    else:
+        assert float(value) == pytest.approx(0.02 - devices.LATENCY_S) and "held back 20 ms" in told

@@ -11,6 +11,7 @@ from manyhands.emulation import cgroups, network
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, cores_here
 
+DELAY = "MANYHANDS_DELAY_S"  # which runtime/transport.py heeds
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 
@@ -24,12 +25,20 @@ class Emulation:
     cores: dict[str, float]  # of this machine, for each device
     wires: network.Network
     groups: dict[str, cgroups.Group]
+    held_back_s: float  # latency that our own messages are given, where the kernel cannot delay packets
 
     @property
     def within(self) -> dict[str, tuple[str, ...]]:
         """By device, what to put before a command so that it runs there, and ends with its starter."""
         return {
-            name: ("setpriv", "--pdeathsig", "KILL", *self.wires.before(name), *self.groups[name].before)
+            name: (
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                *self.wires.before(name),
+                *self.groups[name].before,
+                *(("env", f"{DELAY}={self.held_back_s:.6f}") if self.held_back_s else ()),
+            )
             for name in self.cluster.names
         }
 
@@ -89,9 +98,8 @@ def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None =
             )
             for device in fast.devices
         }
-        if not wires.delayed:  # then messages take what the machine takes
-            fast = replace(fast, latency_s=min(fast.latency_s, LATENCY_S))
-        yield Emulation(fast, factor, cores, wires, groups)
+        held_back_s = 0.0 if wires.delayed else max(fast.latency_s - LATENCY_S, 0.0)
+        yield Emulation(fast, factor, cores, wires, groups, held_back_s)
 
 
 def _faster(cluster: Cluster, factor: float) -> Cluster:

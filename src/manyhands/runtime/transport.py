@@ -6,9 +6,13 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -18,6 +22,7 @@ from manyhands.errors import DeviceLost
 from manyhands.ir.plan import LEAST_IN_FLIGHT
 
 BULK = 2  # Linux' TC_PRIO_BULK
+DELAY = "MANYHANDS_DELAY_S"  # how long messages are held back: on emulated wires, where the kernel cannot
 
 
 class Pending(Protocol):
@@ -58,11 +63,15 @@ class Gloo:
         for connection in _connections() - before:
             _let_others_pass(connection)
         self.outboxes = {patient: _Outbox(timeout_s) for patient in (False, True)}
+        delay_s = float(os.environ.get(DELAY, "0"))
+        self.delay = _Delay(delay_s) if delay_s else None
 
     def send(self, tensor: Tensor, target: str, tag: int, *, patient: bool = False) -> None:
         self.sent_bytes += tensor.nbytes
+        group = self.aside if patient else None
+        begin = partial(dist.isend, tensor, self.ranks[target], group=group, tag=tag)
         try:
-            work = dist.isend(tensor, self.ranks[target], group=self.aside if patient else None, tag=tag)
+            work = begin() if self.delay is None else self.delay.begin_later(begin)
         except RuntimeError as error:
             raise DeviceLost(target, f"the connection broke: {_first_line(error)}") from error
         assert work is not None
@@ -82,14 +91,43 @@ class Gloo:
             outbox.wait_for_sent(0)
 
 
+class _Sending(Protocol):
+    """What gloo does in the background."""
+
+    def wait(self, timeout: timedelta) -> object: ...
+
+
+class _Delay:
+    """Messages that leave a while after they are handed over, in the same order."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.clerk = seconds, ThreadPoolExecutor(1, "delay")
+
+    def begin_later(self, begin: Callable[[], dist.Work | None]) -> _Sending:
+        return _Begun(self.clerk.submit(self._begin_at, time.monotonic() + self.seconds, begin))
+
+    def _begin_at(self, due: float, begin: Callable[[], dist.Work | None]) -> dist.Work | None:
+        time.sleep(max(due - time.monotonic(), 0))
+        return begin()
+
+
+class _Begun:
+    def __init__(self, begun: Future[dist.Work | None]) -> None:
+        self.begun = begun
+
+    def wait(self, timeout: timedelta) -> object:
+        work = self.begun.result(timeout.total_seconds())
+        return work is None or work.wait(timeout)
+
+
 class _Outbox:
     """What is on its way out over some connections. (Those of weights hold up no others.)"""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.num_bytes = timeout_s, 0
-        self.sending: deque[tuple[Tensor, str, dist.Work]] = deque()
+        self.sending: deque[tuple[Tensor, str, _Sending]] = deque()
 
-    def add(self, tensor: Tensor, target: str, work: dist.Work) -> None:
+    def add(self, tensor: Tensor, target: str, work: _Sending) -> None:
         self.sending.append((tensor, target, work))
         self.num_bytes += tensor.nbytes
 
@@ -124,13 +162,13 @@ def _let_others_pass(connection: int) -> None:
 class _Work:
     """A wait with a deadline that names whom it waits for."""
 
-    def __init__(self, work: dist.Work, other: str, timeout_s: float) -> None:
+    def __init__(self, work: _Sending, other: str, timeout_s: float) -> None:
         self.work, self.other, self.timeout_s = work, other, timeout_s
 
     def wait(self) -> None:
         try:
             self.work.wait(timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             reason = _first_line(error)
             if "imed out" in reason or "imeout" in reason:
                 reason = f"no answer within {self.timeout_s:g} s"
