@@ -17,7 +17,7 @@ from manyhands import emulating
 from manyhands.emulation import cgroups, devices, network
 from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
 from manyhands.errors import RequestError
-from manyhands.ir.cluster import Cluster, Device
+from manyhands.ir.cluster import DELAY, Cluster, Device
 from manyhands.loading import load_cluster
 from tests.dist.test_training import events, losses, write_job
 
@@ -240,7 +240,7 @@ def test_latency_comes_from_the_kernel_or_by_holding_messages_back() -> None:
     with devices.emulated(far, FAST, 1.0) as emulation:
         told = emulating.describe(emulation)
         (value,) = {
-            subprocess.run([*before, "printenv", devices.DELAY], capture_output=True, text=True).stdout.strip()
+            subprocess.run([*before, "printenv", DELAY], capture_output=True, text=True).stdout.strip()
             for before in emulation.within.values()
         }
     assert emulation.cluster.latency_s == 0.02

@@ -74,31 +74,34 @@ def test_patient_connections_let_others_pass(tmp_path: Path) -> None:
 
 
 def play(rank: int, store: str, delay_s: float, results: multiprocessing.Queue[float]) -> None:
-    """Some messages there, and as many back when all have come: how long that takes."""
+    """Some messages there, and as many back when all have come: how long that takes, the best of three."""
     import torch
     import torch.distributed as dist
 
-    from manyhands.runtime.transport import DELAY, Gloo
+    from manyhands.ir.cluster import DELAY
+    from manyhands.runtime.transport import Gloo
 
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", DELAY: str(delay_s)}
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     gloo, other = Gloo(DEVICES[rank], DEVICES, 30.0), DEVICES[1 - rank]
-    received = [torch.zeros(1, dtype=torch.int64) for _ in range(10)]
-    pending = [gloo.expect(buffer, other, tag) for tag, buffer in enumerate(received)]
-    dist.barrier()
-    start = time.perf_counter()
-    for turn in (0, 1):
-        if rank == turn:
-            for tag in range(10):
-                gloo.send(torch.tensor([100 * rank + tag]), other, tag)
-        else:
-            for each in pending:
-                each.wait()
-    taken = time.perf_counter() - start
-    gloo.flush()
-    assert [int(value) for value in received] == [100 * (1 - rank) + tag for tag in range(10)]
+    taken = []
+    for _ in range(3):
+        received = [torch.zeros(1, dtype=torch.int64) for _ in range(10)]
+        pending = [gloo.expect(buffer, other, tag) for tag, buffer in enumerate(received)]
+        dist.barrier()
+        start = time.perf_counter()
+        for turn in (0, 1):
+            if rank == turn:
+                for tag in range(10):
+                    gloo.send(torch.tensor([100 * rank + tag]), other, tag)
+            else:
+                for each in pending:
+                    each.wait()
+        taken.append(time.perf_counter() - start)
+        gloo.flush()
+        assert [int(value) for value in received] == [100 * (1 - rank) + tag for tag in range(10)]
     if rank == 0:
-        results.put(taken)
+        results.put(min(taken))
     dist.barrier()
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from manyhands.emulation import cgroups, network
 from manyhands.errors import RequestError
-from manyhands.ir.cluster import Cluster, cores_here
+from manyhands.ir.cluster import DELAY, Cluster, cores_here
 
-DELAY = "MANYHANDS_DELAY_S"  # which runtime/transport.py heeds
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 

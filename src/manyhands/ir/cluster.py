@@ -12,6 +12,7 @@ from manyhands.ir.plan import Plan
 from manyhands.ir.profile import BARE_BYTES, Profile
 
 FIRST_PORT, NUM_PORTS = 20_000, 40_000  # where a meeting's port is looked for: 20000 to 59999
+DELAY = "MANYHANDS_DELAY_S"  # variable: seconds that messages are held back on emulated wires without netem
 
 
 @dataclass(frozen=True, slots=True)

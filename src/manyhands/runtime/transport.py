@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.errors import DeviceLost
+from manyhands.ir.cluster import DELAY
 from manyhands.ir.plan import LEAST_IN_FLIGHT
 
 BULK = 2  # Linux' TC_PRIO_BULK
-DELAY = "MANYHANDS_DELAY_S"  # how long messages are held back: on emulated wires, where the kernel cannot
 
 
 class Pending(Protocol):
