@@ -10,7 +10,7 @@ from checkpoint_schedules import Revolve as TheirRevolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ir.schedule import Action, Advance, Restore, Reverse, Store
+from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
 from manyhands.planning.revolve import advances, fewest_slots, recompute_factor, revolve
 
 CHAINS = st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n + 2)))
@@ -33,9 +33,12 @@ def replay(length: int, actions: tuple[Action, ...]) -> tuple[int, int]:
             case Advance(start, stop):
                 assert present == start < stop < left
                 present, advanced = stop, advanced + stop - start
-            case Reverse(stage):
-                assert present == stage == left - 1
-                present, left = None, stage
+            case Tape(stage, blind):
+                assert present == stage == left - 1 and blind == (left < length)
+                present = None
+            case Back(stage):
+                assert present is None and stage == left - 1
+                left = stage
         most = max(most, len(stored))
     assert left == 0 and not stored
     return advanced, most

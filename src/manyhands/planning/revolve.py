@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import comb
 
-from manyhands.ir.schedule import Action, Advance, Restore, Reverse, Store
+from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
 
 
 def sweeps(length: int, slots: int) -> int:
@@ -49,20 +49,26 @@ def fewest_slots(length: int, factor: float) -> int:
 
 def revolve(length: int, slots: int) -> tuple[Action, ...]:
     """The best schedule for a chain whose first state is at hand, with so many stored states."""
-    return tuple(_enter(0, length, slots))
+    actions = _enter(0, length, slots)
+    seen = Tape(length - 1, blind=True), Tape(length - 1, blind=False)  # the loss reads what the last returns
+    return tuple(seen[1] if action == seen[0] else action for action in actions)
 
 
 def _enter(start: int, stop: int, slots: int) -> list[Action]:
     """Reverse stages start to stop, whose first state is at hand."""
     if stop - start == 1:
-        return [Reverse(start)]
+        return _reverse(start)
     return [Store(start), *_forth_and_back(start, stop, slots)]
+
+
+def _reverse(stage: int) -> list[Action]:
+    return [Tape(stage, blind=True), Back(stage)]
 
 
 def _again(start: int, stop: int, slots: int) -> list[Action]:
     """The same, where the first state is stored; it is let go with its last use."""
     if stop - start == 1:
-        return [Restore(start, last=True), Reverse(start)]
+        return [Restore(start, last=True), *_reverse(start)]
     return [Restore(start, last=False), *_forth_and_back(start, stop, slots)]
 
 
@@ -70,7 +76,7 @@ def _forth_and_back(start: int, stop: int, slots: int) -> list[Action]:
     """The first state is stored and at hand: reverse the later part, then the earlier one."""
     if slots == 1:
         middle = stop - 1  # nothing else can be stored, so stage by stage
-        return [Advance(start, middle), Reverse(middle), *_again(start, middle, slots)]
+        return [Advance(start, middle), *_reverse(middle), *_again(start, middle, slots)]
     middle = start + _first_part(stop - start, slots)
     return [Advance(start, middle), *_enter(middle, stop, slots - 1), *_again(start, middle, slots)]
 

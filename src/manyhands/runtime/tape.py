@@ -22,6 +22,7 @@ class Box:
     """A place to put a gradient down and pick it up."""
 
     tensor: Tensor | None = None
+    alone: bool = False  # nobody else holds it: it may be overwritten
 
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None

@@ -1,0 +1,1 @@
+"""Fit the training of a model on one device into the bytes there are."""

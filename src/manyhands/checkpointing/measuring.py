@@ -1,0 +1,232 @@
+"""Time and bytes of every stage of a model, one after another: little more is held than what one needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.checkpointing.tracking import LiveBytes
+from manyhands.ir.schedule import Chain, Mode, Stage
+from manyhands.runtime.recipes import Recipe
+from manyhands.runtime.replaying import Replay, Script
+from manyhands.tracing.stages import StageCode, Staged
+
+REPEATS = 3
+
+
+@dataclass
+class _Meter:
+    """What is found of the stages, those that are alike measured once."""
+
+    staged: Staged
+    recipes: Sequence[Recipe]
+    repeats: int
+    known: dict[Hashable, Stage]
+
+    def measure(self, index: int, values: dict[str, Any]) -> Stage:
+        code = self.staged.stages[index]
+        key = _key(code, values)
+        if key not in self.known:
+            self.known[key] = self._stage(index, values)
+        found = self.known[key]
+        memory = self.staged.memory
+        ids = [memory.get(name) for name in (*code.reads, *code.makes)]
+        modes = tuple(
+            replace(mode, keeps=frozenset(i for place in mode.keeps if (i := ids[place]) is not None))
+            for mode in found.modes
+        )
+        return replace(found, name=code.name, modes=modes)
+
+    def replay(self, index: int, values: dict[str, Any]) -> Replay:
+        """A step that has come as far as this stage."""
+        script = Script(self.staged.stages, self.recipes, self.staged.states, self.staged.differentiable, ())
+        replay = Replay(script)
+        replay._reached = index
+        replay._present = dict(values)
+        return replay
+
+    def _stage(self, index: int, values: dict[str, Any]) -> Stage:
+        first_s, again_s = [], []
+        for _ in range(self.repeats):
+            replay = self.replay(index, values)
+            first_s.append(_timed(replay._advance, index))
+            replay._present = dict(values)
+            again_s.append(_timed(replay._advance, index))
+            del replay
+        modes = tuple(self._mode(index, values, mode) for mode in range(self.recipes[index].modes))
+        with LiveBytes() as live:
+            replay = self.replay(index, values)
+            replay._advance(index)
+            forward_bytes = live.peak
+            replay._present = {}
+            noted_bytes = live.now()
+        return Stage("", min(first_s), min(again_s), forward_bytes - noted_bytes, noted_bytes, modes)
+
+    def _mode(self, index: int, values: dict[str, Any], mode: int) -> Mode:
+        first_s, again_s, backward_s = [], [], []
+        for _ in range(self.repeats):
+            replay = self.replay(index, values)
+            first_s.append(_timed(replay._tape, index, False, mode))
+            replay._present = dict(values)
+            again_s.append(_timed(replay._tape, index, False, mode))
+            self._give_gradients(index, replay)
+            backward_s.append(_timed(replay._back, index))
+            del replay
+        found = self._bytes(index, values, mode)
+        blind_s = 0.0 if self.recipes[index].sees_blind else min(again_s)
+        return replace(
+            found,
+            first_s=min(first_s),
+            again_s=min(again_s),
+            blind_s=blind_s,
+            backward_s=min(backward_s),
+        )
+
+    def _give_gradients(self, index: int, replay: Replay) -> None:
+        for name in self.staged.states[index + 1]:
+            if name in self.staged.differentiable:
+                replay._gradients[name] = torch.ones_like(replay._present[name])
+        replay._present = {}
+
+    def _bytes(self, index: int, values: dict[str, Any], mode: int) -> Mode:
+        """What is alive at most, taped and backward; and what is kept, as places among the names."""
+        code = self.staged.stages[index]
+        with LiveBytes() as live:
+            replay = self.replay(index, values)
+            kept: list[Tensor] = []
+
+            def keep(tensor: Tensor) -> Tensor:
+                kept.append(tensor.detach())
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                replay._tape(index, blind=False, mode=mode)
+            taped_bytes = live.peak
+            places = [values.get(name, replay._present.get(name)) for name in (*code.reads, *code.makes)]
+            keeps, own_bytes = _sorted_out(kept, places, code.modules)
+            del places
+            kept.clear()
+            self._give_gradients(index, replay)
+            weights = {weight for module in code.modules for weight in module.parameters()}
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight)  # as from the second step on
+            start = live.begin()
+            replay._back(index)
+            backward_bytes = live.peak - start
+            for weight in weights:
+                weight.grad = None
+        return Mode(keeps, own_bytes, taped_bytes, backward_bytes, 0, 0, 0, 0)
+
+
+def _timed(work: Callable[..., None], *args: Any) -> float:
+    started = time.process_time()
+    work(*args)
+    return time.process_time() - started
+
+
+def _sorted_out(
+    kept: Sequence[Tensor], places: Sequence[Any], modules: Sequence[nn.Module]
+) -> tuple[frozenset[int], int]:
+    """Which of the named values are among what is kept, and the bytes of others that are no weights."""
+    memories = [p.untyped_storage()._cdata if isinstance(p, Tensor) else None for p in places]
+    weights = {t.untyped_storage()._cdata for m in modules for t in (*m.parameters(), *m.buffers())}
+    found, other = set(), {}
+    for tensor in kept:
+        storage = tensor.untyped_storage()
+        if storage._cdata in memories:
+            found.add(memories.index(storage._cdata))
+        elif storage._cdata not in weights:
+            other[storage._cdata] = storage.nbytes()
+    return frozenset(found), sum(other.values())
+
+
+def _key(code: StageCode, values: dict[str, Any]) -> Hashable:
+    """Equal for stages that compute alike."""
+    places = {name: n for n, name in enumerate(code.reads)}
+    inner = {call.name: n for n, call in enumerate(code.calls)}
+    modules = iter(code.modules)
+    calls = []
+    for call in code.calls:
+        module = next(modules) if call.op == "call_module" else None
+        what = repr(module) + str(module.training) if module is not None else str(call.target)
+        frozen = () if module is None else tuple(w.requires_grad for w in module.parameters())
+        read = tuple((places.get(n.name), inner.get(n.name)) for n in call.all_input_nodes)
+        rest = tuple(str(a) for a in (*call.args, *call.kwargs.items()) if not hasattr(a, "op"))
+        calls.append((call.op, what, frozen, read, rest if module is None and not read else len(rest)))
+    shapes = tuple(
+        (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else str(v)
+        for v in (values[n] for n in code.reads)
+    )
+    return tuple(calls), shapes, tuple(inner[name] for name in code.makes)
+
+
+def measure(
+    staged: Staged,
+    recipes: Sequence[Recipe],
+    example: Sequence[Tensor],
+    model: nn.Module,
+    repeats: int = REPEATS,
+    tell: Callable[[int], None] = lambda stage: None,
+) -> Chain:
+    """A chain with the times and bytes of this machine. The model is left as it was found."""
+    meter = _Meter(staged, recipes, repeats, {})
+    stages = []
+    with _untouched(model):
+        values: dict[str, Any] = dict(zip(staged.inputs, example, strict=True))
+        for index in range(len(staged.stages)):
+            stages.append(meter.measure(index, values))
+            replay = meter.replay(index, values)
+            values = {}
+            replay._advance(index)
+            values = replay._present
+            del replay
+            tell(index)
+    return _chain(staged, stages)
+
+
+def _chain(staged: Staged, stages: Sequence[Stage]) -> Chain:
+    numbers = {memory: n for n, memory in enumerate(dict.fromkeys(staged.memory.values()))}
+    sizes = tuple(staged.memory_bytes[memory] for memory in numbers)
+    with_gradient = {staged.memory[n] for n in staged.differentiable if n in staged.memory}
+    gradients = tuple(
+        size if memory in with_gradient else 0 for memory, size in zip(numbers, sizes, strict=True)
+    )
+    states = tuple(
+        frozenset(numbers[staged.memory[name]] for name in state if name in staged.memory)
+        for state in staged.states
+    )
+    renumbered = tuple(
+        replace(
+            stage,
+            modes=tuple(
+                replace(mode, keeps=frozenset(numbers[m] for m in mode.keeps)) for mode in stage.modes
+            ),
+        )
+        for stage in stages
+    )
+    return Chain(sizes, gradients, renumbered, states)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Buffers, gradients and the random stream are afterwards as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gradients = [(weight, weight.grad) for weight in model.parameters()]
+    random = torch.get_rng_state()
+    for weight, _ in gradients:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(random)

@@ -1,0 +1,362 @@
+"""How a stage is computed: as the model has it, or in a way that takes less and gives the same bits.
+
+- A convolution whose result nobody reads is not computed for its backward.
+- A batch norm, with an addition and an activation behind it: its statistics are measured once, its gradient
+  takes the place of the one that came, and the activation keeps its result or one bit an element.
+- A max pool keeps one byte for each result, where in its window it was; torch keeps eight and the input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from manyhands.runtime.tape import Box
+from manyhands.runtime.thrift import (
+    Activation,
+    Statistics,
+    gradient_of_norm,
+    masked,
+    packed,
+    pool_gradient,
+    pool_places,
+    refound,
+)
+
+Values = dict[str, Any]
+
+
+class Code(Protocol):
+    """What a stage computes, from values by name to values by name."""
+
+    @property
+    def calls(self) -> tuple[fx.Node, ...]: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def makes(self) -> tuple[str, ...]: ...
+    @property
+    def modules(self) -> tuple[nn.Module, ...]: ...
+    def run(self, values: Values) -> Values: ...
+
+
+@dataclass
+class Notes:
+    """What one step remembers of the first time that it computed a stage."""
+
+    statistics: Statistics | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked of a stage: whether and how to tape it, and whether anybody reads its results.
+
+    `boxes`: where the gradients of its results will lie, and whether they are nobody else's.
+    """
+
+    taped: bool
+    mode: int = 0
+    blind: bool = False
+    boxes: dict[str, Box] = field(default_factory=dict)
+
+
+class Recipe(Protocol):
+    """A way to compute a stage."""
+
+    @property
+    def modes(self) -> int: ...
+    @property
+    def sees_blind(self) -> bool:
+        """Is nothing computed where nobody reads the result?"""
+        ...
+
+    def run(self, values: Values, notes: Notes, order: Order) -> Values: ...
+
+
+def recipe_for(code: Code) -> Recipe:
+    """The best way there is for a stage."""
+    if any(_is_watched(module) for module in code.modules):
+        return AsWritten(code)
+    for make in (_convolution, _pool, _norm):
+        found = make(code)
+        if found is not None:
+            return found
+    return AsWritten(code)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Would somebody notice if its forward were not called as it is?"""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+@dataclass(frozen=True)
+class AsWritten:
+    """The model's own calls."""
+
+    code: Code
+    modes: int = 1
+    sees_blind: bool = False
+
+    def run(self, values: Values, notes: Notes, order: Order) -> Values:
+        return self.code.run(values)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution as it comes."""
+
+    code: Code
+    module: nn.Conv2d
+    modes: int = 1
+    sees_blind: bool = True
+
+    def run(self, values: Values, notes: Notes, order: Order) -> Values:
+        if not order.blind:
+            return self.code.run(values)
+        images = values.pop(self.code.reads[0])
+        return {self.code.makes[0]: _Blind.apply(images, self.module.weight, self.module.bias, self.module)}
+
+
+def _convolution(code: Code) -> Convolution | None:
+    if len(code.calls) != 1 or len(code.modules) != 1 or type(code.modules[0]) is not nn.Conv2d:
+        return None
+    module = code.modules[0]
+    regular = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return Convolution(code, module) if regular and len(code.makes) == 1 else None
+
+
+class _Blind(Function):
+    """A convolution that is only run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Conv2d) -> Tensor:
+        ctx.save_for_backward(images, weight)
+        ctx.module = module
+        settings: tuple[Any, ...] = module.stride, module.padding, module.dilation, module.groups
+        like = functional.conv2d(images.to("meta"), weight.to("meta"), None, *settings)
+        return images.new_empty(()).expand(like.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        images, weight = ctx.saved_tensors
+        module, wanted = ctx.module, list(ctx.needs_input_grad[:3])
+        sizes = None if module.bias is None else [weight.shape[0]]
+        settings = module.stride, module.padding, module.dilation, False, [0, 0], module.groups
+        found = torch.ops.aten.convolution_backward(gradients[0], images, weight, sizes, *settings, wanted)
+        return *(g if w else None for g, w in zip(found, wanted, strict=True)), None
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One max pool; in its second mode a byte is kept for each result."""
+
+    code: Code
+    module: nn.MaxPool2d
+    modes: int = 2
+    sees_blind: bool = False
+
+    def run(self, values: Values, notes: Notes, order: Order) -> Values:
+        images = values[self.code.reads[0]]
+        if not (order.taped and order.mode and images.dim() == 4 and images.is_contiguous()):
+            return self.code.run(values)
+        return {self.code.makes[0]: _Pooled.apply(values.pop(self.code.reads[0]), self.module)}
+
+
+def _pool(code: Code) -> Pool | None:
+    if len(code.calls) != 1 or len(code.modules) != 1 or type(code.modules[0]) is not nn.MaxPool2d:
+        return None
+    module = code.modules[0]
+    window = module.kernel_size if isinstance(module.kernel_size, tuple) else (module.kernel_size,) * 2
+    plain = not module.return_indices and module.dilation in (1, (1, 1)) and window[0] * window[-1] <= 256
+    return Pool(code, module) if plain and len(code.makes) == 1 else None
+
+
+class _Pooled(Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, module: nn.MaxPool2d) -> Tensor:
+        ctx.module, ctx.shape = module, images.shape
+        result, places = pool_places(images, module)
+        ctx.save_for_backward(places)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (places,) = ctx.saved_tensors
+        return pool_gradient(gradients[0], places, ctx.shape, ctx.module), None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm in training, perhaps with an addition and an activation behind it."""
+
+    code: Code
+    module: nn.BatchNorm2d
+    added: str | None
+    activation: Activation | None
+    sees_blind: bool = False
+
+    @property
+    def modes(self) -> int:
+        return 1 if self.activation is None else 2
+
+    @property
+    def _images(self) -> str:
+        return str(self.code.calls[0].all_input_nodes[0].name)
+
+    def run(self, values: Values, notes: Notes, order: Order) -> Values:
+        images = values[self._images]
+        added = None if self.added is None else values[self.added]
+        fits = images.dtype == torch.float32 and images.dim() == 4
+        if not fits or (added is not None and (added.shape, added.dtype) != (images.shape, images.dtype)):
+            return self.code.run(values)
+        values.clear()
+        (name,) = self.code.makes
+        if not order.taped:
+            return {name: self.compute(images, added, notes)}
+        weights = self.module.weight, self.module.bias
+        box = order.boxes[name]
+        return {name: _Normed.apply(images, added, *weights, self, notes, order.mode, box)}
+
+    def compute(self, images: Tensor, added: Tensor | None, notes: Notes) -> Tensor:
+        if notes.statistics is None:
+            result, notes.statistics = _first(self.module, images)
+        else:
+            result = refound(self.module, images, notes.statistics)
+        if added is not None:
+            result.add_(added)
+        return result if self.activation is None else self.activation.apply_(result)
+
+
+def _first(module: nn.BatchNorm2d, images: Tensor) -> tuple[Tensor, Statistics]:
+    """As nn.BatchNorm2d does it, its counter and running statistics included."""
+    factor = 0.0 if module.momentum is None else module.momentum
+    if module.track_running_stats and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            factor = 1.0 / float(module.num_batches_tracked)
+    result, mean, inverse = torch.native_batch_norm(
+        images,
+        module.weight,
+        module.bias,
+        module.running_mean if module.track_running_stats else None,
+        module.running_var if module.track_running_stats else None,
+        True,
+        factor,
+        module.eps,
+    )
+    return result, Statistics(mean, inverse)
+
+
+class _Normed(Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, added: Any, weight: Any, bias: Any, *rest: Any) -> Tensor:
+        recipe, notes, mode, box = rest
+        result: Tensor = recipe.compute(images, added, notes)
+        ctx.recipe, ctx.statistics, ctx.box = recipe, notes.statistics, box
+        activation = recipe.activation
+        seen = None
+        if activation is not None:
+            seen = packed(activation.passes(result)) if mode else result
+        ctx.packed = bool(mode)
+        ctx.save_for_backward(images, weight, seen)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        images, weight, seen = ctx.saved_tensors
+        gradient, alone = gradients[0], ctx.box.alone
+        activation = ctx.recipe.activation
+        if activation is not None:
+            if ctx.packed:
+                gradient = masked(gradient, seen, activation, in_place=alone)
+            else:
+                gradient = activation.backward(gradient, seen, in_place=alone)
+            alone = True
+        del seen
+        wants_images, wants_added = ctx.needs_input_grad[:2]
+        found = gradient_of_norm(
+            gradient,
+            images,
+            weight,
+            ctx.statistics,
+            ctx.recipe.module.eps,
+            wanted=(wants_images, *ctx.needs_input_grad[2:4]),
+            in_place=alone and not wants_added,
+        )
+        return found[0], gradient if wants_added else None, *found[1:], None, None, None, None
+
+
+_ADDITIONS: dict[Any, bool] = {operator.add: True, torch.add: True, operator.iadd: False}  # either way round?
+
+
+def _norm(code: Code) -> Norm | None:
+    """[norm], [norm, activation], [norm, addition] or [norm, addition, activation], and nothing else read."""
+    calls, modules = list(code.calls), code.modules
+    if len(code.makes) != 1 or code.makes[0] != calls[-1].name or calls[0].op != "call_module":
+        return None
+    module = modules[0]
+    if type(module) is not nn.BatchNorm2d or not module.training or _weights_of_other_type(module):
+        return None
+    result, calls = calls[0], calls[1:]
+    added = None
+    if calls and calls[0].target in _ADDITIONS:
+        call = calls.pop(0)
+        if call.kwargs or len(call.args) != 2 or not all(isinstance(a, fx.Node) for a in call.args):
+            return None
+        first, second = call.args
+        if first is result and second is not result:
+            added = second
+        elif second is result and first is not result and _ADDITIONS[call.target]:
+            added = first
+        else:
+            return None
+        result = call
+    activation = None
+    if calls:
+        call = calls.pop(0)
+        activation = _activation(call, dict(zip(_paths(code), modules, strict=True)))
+        if activation is None or list(call.all_input_nodes) != [result]:
+            return None
+    if calls:
+        return None
+    return Norm(code, module, None if added is None else str(added.name), activation)  # type: ignore[union-attr]
+
+
+def _weights_of_other_type(module: nn.BatchNorm2d) -> bool:
+    tensors = [t for t in (*module.parameters(), module.running_mean) if t is not None]
+    return any(tensor.dtype != torch.float32 for tensor in tensors)
+
+
+def _paths(code: Code) -> list[str]:
+    return [call.name for call in code.calls if call.op == "call_module"]
+
+
+_FUNCTIONS: dict[Any, Callable[[], nn.Module]] = {
+    functional.relu: nn.ReLU,
+    torch.relu: nn.ReLU,
+    functional.relu6: nn.ReLU6,
+}
+
+
+def _activation(call: fx.Node, modules: dict[str, nn.Module]) -> Activation | None:
+    if call.op == "call_module":
+        return Activation.of(modules[call.name])
+    if call.op == "call_function" and call.target in _FUNCTIONS and len(call.args) == 1:
+        return Activation.of(_FUNCTIONS[call.target]())
+    return None

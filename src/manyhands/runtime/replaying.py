@@ -1,0 +1,257 @@
+"""Runs a model by a schedule: some stages forward more than once, and backward stage by stage.
+
+What a stage changes besides its result (running statistics, counters, the stream of random numbers) changes
+the first time only, and later times find it as the first time did. The gradient of a result belongs to
+autograd alone while a stage runs backward, so that it is freed as soon as it is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from manyhands.errors import RunError
+from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
+from manyhands.runtime.recipes import Code, Notes, Order, Recipe, Values
+from manyhands.runtime.tape import Box, Root, Source
+
+
+@dataclass(frozen=True)
+class Script:
+    """Stages, how each is computed, and the schedule by which they are run."""
+
+    stages: Sequence[Code]
+    recipes: Sequence[Recipe]
+    states: Sequence[tuple[str, ...]]
+    differentiable: frozenset[str]
+    actions: tuple[Action, ...]
+
+
+@dataclass
+class _Taped:
+    """A stage's graph: where gradients of results go in, and where those of what it read come out."""
+
+    roots: list[tuple[str, Tensor, Box]] = field(default_factory=list)
+    sources: dict[str, Box] = field(default_factory=dict)
+
+
+@dataclass
+class _Before:
+    """What a stage found the first time."""
+
+    buffers: list[tuple[nn.Module, str, Tensor]]
+    random: Tensor | None
+
+
+class Replay:
+    """One step of a model forward and backward."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._left = iter(script.actions)
+        self._present: Values = {}
+        self._stored: dict[int, Values] = {}
+        self._taped: dict[int, _Taped] = {}
+        self._before: dict[int, _Before] = {}
+        self._notes = [Notes() for _ in script.stages]
+        self._given: set[str] = set()  # gradients that are not ours
+        self._gradients: dict[str, Tensor] = {}
+        self._anchor = torch.empty((), requires_grad=True)
+        self._reached = 0  # stages that were run at least once
+
+    def forward(self, inputs: Values) -> Values:
+        """Up to the results."""
+        self._present = dict(inputs)
+        while self._reached < len(self._script.stages):
+            self._act(next(self._left))
+        return self._present
+
+    def backward(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The rest. Gradients of weights are added to theirs; those of the inputs come back."""
+        if not self._taped:
+            raise RunError("backward a second time: what it needs was let go. Call the model once more.")
+        self._present = {}
+        self._gradients, self._given = gradients, set(gradients)
+        with torch.enable_grad(), _added_at_the_end(self._script.stages):
+            for action in self._left:
+                self._act(action)
+        found, self._gradients = self._gradients, {}
+        return found
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Store(state):
+                self._stored[state] = self._present
+            case Restore(state, last):
+                self._present = self._stored.pop(state) if last else self._stored[state]
+            case Advance(start, stop):
+                for stage in range(start, stop):
+                    self._advance(stage)
+            case Tape(stage, blind, mode):
+                self._tape(stage, blind, mode)
+            case Back(stage):
+                self._back(stage)
+
+    def _advance(self, stage: int) -> None:
+        code = self._script.stages[stage]
+        values = {name: self._present[name] for name in code.reads}
+        self._present = self._carried(stage)
+        with torch.no_grad(), self._as_the_first_time(stage):
+            self._present |= self._script.recipes[stage].run(values, self._notes[stage], Order(taped=False))
+
+    def _carried(self, stage: int) -> Values:
+        """What of the present state is still there after a stage."""
+        after = self._script.states[stage + 1]
+        return {name: value for name, value in self._present.items() if name in after}
+
+    def _tape(self, stage: int, blind: bool, mode: int = 0) -> None:
+        code, taped = self._script.stages[stage], _Taped()
+        order = Order(True, mode, blind, {name: Box() for name in code.makes})
+        with torch.enable_grad():
+            values = {name: self._source(taped, name) for name in code.reads}
+            carried = self._carried(stage)
+            uses = Counter(node.name for call in code.calls for node in call.all_input_nodes)
+            again = {name: values[name] for name in carried if name in taped.sources and uses[name] > 1}
+            self._present = {}  # what nobody needs any more is freed while the stage runs
+            with self._as_the_first_time(stage):
+                made = self._script.recipes[stage].run(values, self._notes[stage], order)
+            for name, value in (*made.items(), *again.items()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    box = order.boxes.setdefault(name, Box())
+                    taped.roots.append((name, Root.apply(value, box), box))
+        self._taped[stage] = taped
+        if not blind:
+            self._present = carried | {name: _bare(value) for name, value in made.items()}
+
+    def _source(self, taped: _Taped, name: str) -> Any:
+        value = self._present[name]
+        if name not in self._script.differentiable:
+            return value
+        box = taped.sources[name] = Box()
+        return Source.apply(self._anchor, value, box)
+
+    def _back(self, stage: int) -> None:
+        taped = self._taped.pop(stage)
+        starts = []
+        for name, root, box in taped.roots:
+            box.tensor = self._gradients.pop(name, None)
+            if box.tensor is not None:
+                box.alone = name not in self._given and not self._shared(box.tensor)
+                starts.append(root)
+        taped.roots.clear()
+        if starts:
+            torch.autograd.backward(starts)
+        for name, box in taped.sources.items():
+            gradient = box.take()
+            if gradient is not None:
+                self._add(name, gradient)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        """One read in this stage, others later: in the order and so with the bits of autograd."""
+        later = self._gradients.get(name)
+        if later is None:
+            self._gradients[name] = gradient
+            return
+        del self._gradients[name]
+        alone = name not in self._given and not self._shared(later)
+        self._gradients[name] = later.add_(gradient) if alone else later + gradient
+        self._given.discard(name)
+
+    def _shared(self, gradient: Tensor) -> bool:
+        """Is it in the same memory as the gradient of something else? Both sides of an addition have one."""
+        memory = gradient.untyped_storage()._cdata
+        return any(other.untyped_storage()._cdata == memory for other in self._gradients.values())
+
+    @contextmanager
+    def _as_the_first_time(self, stage: int) -> Iterator[None]:
+        """Changes of buffers and of the random stream are real the first time, and undone at others."""
+        modules = self._script.stages[stage].modules
+        if stage == self._reached:
+            buffers = [(m, n, b.clone()) for m, n, b in _buffers(modules)]
+            start = torch.get_rng_state()
+            yield
+            drawn = not torch.equal(start, torch.get_rng_state())
+            self._before[stage] = _Before(buffers, start if drawn else None)
+            self._reached += 1
+            return
+        before = self._before[stage]
+        real = [(m, n, b) for m, n, b in _buffers(modules)]
+        for module, name, buffer in before.buffers:
+            module._buffers[name] = buffer.clone()
+        present = None if before.random is None else torch.get_rng_state()
+        if before.random is not None:
+            torch.set_rng_state(before.random)
+        try:
+            yield
+        finally:
+            for module, name, buffer in real:
+                module._buffers[name] = buffer
+            if present is not None:
+                torch.set_rng_state(present)
+
+
+def _bare(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _buffers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in modules:
+        for inner in module.modules():
+            for name, buffer in inner._buffers.items():
+                if buffer is not None:
+                    yield inner, name, buffer
+
+
+@contextmanager
+def _added_at_the_end(stages: Sequence[Code]) -> Iterator[None]:
+    """A weight of several stages: torch adds up their gradients first, and adds that to what was there."""
+    seen: set[Tensor] = set()
+    shared: set[Tensor] = set()
+    for stage in stages:
+        weights = {weight for module in stage.modules for weight in module.parameters()}
+        shared |= weights & seen
+        seen |= weights
+    earlier = {weight: weight.grad for weight in shared if weight.grad is not None}
+    for weight in earlier:
+        weight.grad = None
+    yield
+    for weight, gradient in earlier.items():
+        weight.grad = gradient if weight.grad is None else gradient.add_(weight.grad)
+
+
+class _Boundary(Function):
+    """A whole step as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, replay: Replay, names: Any, outcome: Any, *inputs: Any) -> Any:
+        ctx.replay, ctx.names, ctx.inputs = replay, outcome, names
+        ctx.set_materialize_grads(False)
+        values = replay.forward(dict(zip(names, inputs, strict=True)))
+        results = tuple(values[name] for name in outcome)
+        ctx.mark_non_differentiable(
+            *(v for n, v in zip(outcome, results, strict=True) if n not in replay._script.differentiable)
+        )
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        given = {n: g for n, g in zip(ctx.names, gradients, strict=True) if g is not None}
+        found = ctx.replay.backward(given)
+        return None, None, None, None, *(found.get(name) for name in ctx.inputs)
+
+
+def run(script: Script, inputs: Values, results: tuple[str, ...]) -> Values:
+    """The results of a model, by name; whoever calls backward on them runs the rest of the schedule."""
+    anchor = torch.empty((), requires_grad=True)
+    tensors = tuple(dict.fromkeys(results))
+    found = _Boundary.apply(anchor, Replay(script), tuple(inputs), tensors, *inputs.values())
+    return dict(zip(tensors, found, strict=True))
