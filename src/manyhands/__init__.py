@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyhands.api import lower, plan, simulate, trace, verify
+    from manyhands.checkpointing.fitting import fit
     from manyhands.errors import DeviceLost, ManyhandsError, RequestError, RunError
     from manyhands.hands import Hands, Training, join
     from manyhands.ir.cluster import Cluster, Device, Link, local_cluster
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "join": "hands",
+    "fit": "checkpointing.fitting",
     "Hands": "hands",
     "Training": "hands",
     "trace": "api",
@@ -49,6 +51,7 @@ __all__ = [
     "RunError",
     "Segment",
     "Training",
+    "fit",
     "join",
     "local_cluster",
     "lower",

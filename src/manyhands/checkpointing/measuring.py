@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from manyhands.checkpointing.tracking import LiveBytes
 from manyhands.ir.schedule import Chain, Mode, Stage
+from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
+from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import Recipe
 from manyhands.runtime.replaying import Replay, Script
 from manyhands.tracing.stages import StageCode, Staged
@@ -27,6 +29,7 @@ class _Meter:
     staged: Staged
     recipes: Sequence[Recipe]
     repeats: int
+    resident: bool
     known: dict[Hashable, Stage]
 
     def measure(self, index: int, values: dict[str, Any]) -> Stage:
@@ -53,6 +56,7 @@ class _Meter:
 
     def _stage(self, index: int, values: dict[str, Any]) -> Stage:
         first_s, again_s = [], []
+        self.times()
         for _ in range(self.repeats):
             replay = self.replay(index, values)
             first_s.append(_timed(replay._advance, index))
@@ -63,13 +67,16 @@ class _Meter:
         with LiveBytes() as live:
             replay = self.replay(index, values)
             replay._advance(index)
-            forward_bytes = live.peak
+            most = live.peak
             replay._present = {}
             noted_bytes = live.now()
-        return Stage("", min(first_s), min(again_s), forward_bytes - noted_bytes, noted_bytes, modes)
+            del replay
+        extra = _work_space(most, self.replay(index, values)._advance, index) if self.resident else 0
+        return Stage("", min(first_s), min(again_s), most - noted_bytes + extra, noted_bytes, modes)
 
     def _mode(self, index: int, values: dict[str, Any], mode: int) -> Mode:
         first_s, again_s, backward_s = [], [], []
+        self.times()
         for _ in range(self.repeats):
             replay = self.replay(index, values)
             first_s.append(_timed(replay._tape, index, False, mode))
@@ -87,6 +94,10 @@ class _Meter:
             blind_s=blind_s,
             backward_s=min(backward_s),
         )
+
+    def times(self) -> None:
+        if self.resident:
+            keep_freed_memory()
 
     def _give_gradients(self, index: int, replay: Replay) -> None:
         for name in self.staged.states[index + 1]:
@@ -114,14 +125,39 @@ class _Meter:
             kept.clear()
             self._give_gradients(index, replay)
             weights = {weight for module in code.modules for weight in module.parameters()}
-            for weight in weights:
-                weight.grad = torch.zeros_like(weight)  # as from the second step on
+            self._lay_gradients(weights)
             start = live.begin()
             replay._back(index)
-            backward_bytes = live.peak - start
-            for weight in weights:
-                weight.grad = None
-        return Mode(keeps, own_bytes, taped_bytes, backward_bytes, 0, 0, 0, 0)
+            most = live.peak - start
+            own = [weight.grad for weight in weights if weight.grad is not None and self.resident]
+            backward_bytes = live.peak_without(own) - start
+            self._clear_gradients(weights)
+            del replay, own
+        if self.resident:
+            replay = self.replay(index, values)
+            taped_bytes += _work_space(taped_bytes, replay._tape, index, False, mode)
+            self._give_gradients(index, replay)
+            backward_bytes += _work_space(most, replay._back, index)
+            self._clear_gradients(weights)
+        return Mode(keeps, own_bytes, taped_bytes, max(0, backward_bytes), 0, 0, 0, 0)
+
+    def _lay_gradients(self, weights: Iterable[Tensor]) -> None:
+        """Where tensors are counted, gradients are there already, as they are if they are added up."""
+        for weight in weights:
+            weight.grad = None if self.resident else torch.zeros_like(weight)
+
+    def _clear_gradients(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            weight.grad = None
+
+
+def _work_space(tensors_bytes: int, work: Callable[..., None], *args: Any) -> int:
+    """Bytes that the process has at most while it works, beyond those of tensors."""
+    return_freed_memory()
+    before = current_memory()
+    forget_peak()
+    work(*args)
+    return max(0, peak_memory() - before - tensors_bytes)
 
 
 def _timed(work: Callable[..., None], *args: Any) -> float:
@@ -172,21 +208,27 @@ def measure(
     example: Sequence[Tensor],
     model: nn.Module,
     repeats: int = REPEATS,
-    tell: Callable[[int], None] = lambda stage: None,
+    *,
+    resident: bool,
+    before: Callable[[int], None] = lambda stage: None,
 ) -> Chain:
-    """A chain with the times and bytes of this machine. The model is left as it was found."""
-    meter = _Meter(staged, recipes, repeats, {})
+    """A chain with the times and bytes of this machine. The model is left as it was found.
+
+    `resident`: bytes are those of the process, so that the work space of torch's libraries is among them;
+    otherwise of tensors only. `before` is called before each stage.
+    """
+    meter = _Meter(staged, recipes, repeats, resident, {})
     stages = []
-    with _untouched(model):
+    with untouched(model):
         values: dict[str, Any] = dict(zip(staged.inputs, example, strict=True))
         for index in range(len(staged.stages)):
+            before(index)
             stages.append(meter.measure(index, values))
             replay = meter.replay(index, values)
             values = {}
             replay._advance(index)
             values = replay._present
             del replay
-            tell(index)
     return _chain(staged, stages)
 
 
@@ -214,7 +256,7 @@ def _chain(staged: Staged, stages: Sequence[Stage]) -> Chain:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers, gradients and the random stream are afterwards as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(weight, weight.grad) for weight in model.parameters()]

@@ -19,6 +19,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self._history: list[tuple[int, frozenset[int]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_memory(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -27,7 +28,9 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and not tensor.is_meta and _memory(tensor) not in given:
                 storage = tensor.untyped_storage()
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now())
+        now = self.now()
+        self.peak = max(self.peak, now)
+        self._history.append((now, frozenset(self._alive)))
         return result
 
     def now(self) -> int:
@@ -39,7 +42,14 @@ class LiveBytes(TorchDispatchMode):
     def begin(self) -> int:
         """Count the peak anew from here; what is alive now."""
         self.peak = self.now()
+        self._history.clear()
         return self.peak
+
+    def peak_without(self, tensors: Iterable[Tensor]) -> int:
+        """The peak if these were not counted."""
+        sizes = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        left = (now - sum(sizes.get(key, 0) for key in alive) for now, alive in self._history)
+        return max(left, default=0)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from manyhands.ir.schedule import Action, Advance, Back, Chain, Mode, Restore, Store, Tape
 
-Row = NDArray[np.float64]
+Row = NDArray[np.float32] | NDArray[np.float64]
 SLOTS = 320  # into which memory is divided
 FEW = 70  # stages, up to which any state may be stored
 _TAPED = -1  # a decision: tape the first stage in its first mode, -2 in its second; others: store that state
@@ -39,16 +39,21 @@ class Table:
             False: np.cumsum([0.0, *(stage.again_s for stage in chain.stages)]),
             True: np.cumsum([0.0, *(stage.first_s for stage in chain.stages)]),  # on the way to the end
         }
-        # By last and first state. In front of each row no time is enough: so it is shifted by indexing.
+        # By last state; rows by first state, from the last on. Where memory is short, the index is -1.
         self._seconds = {
-            stop: np.full((length + 1, 2 * self.slots + 2), np.inf) for stop in range(length + 1)
+            stop: np.full((1 + stop - self._earliest(stop), self.slots + 2), np.inf, np.float32)
+            for stop in range(1, length + 1)
         }
         for first in reversed(range(length)):
             self._fill(first)
 
     def seconds(self, first: int, stop: int) -> Row:
-        row: Row = self._seconds[stop][first, self.slots + 1 :]
+        row: Row = self._seconds[stop][stop - first, :-1]
         return row
+
+    def _earliest(self, stop: int) -> int:
+        """The first state of the longest part that ends here."""
+        return 0 if stop in self.rests else max(rest for rest in self.rests if rest < stop)
 
     def _rounded(self, num_bytes: int) -> int:
         """Slots for so many bytes; more than there are, if it is too much."""
@@ -62,13 +67,13 @@ class Table:
         beyond = [self._rounded(chain.bytes_of(chain.states[n] - chain.states[first])) for n in stops]
         ways = self._ways(first)
         slots = np.arange(self.slots + 1)
-        shifted = slots + self.slots + 1 - np.array(beyond)[:, None]
+        shifted = np.maximum(slots - np.array(beyond)[:, None], -1)
         before = np.zeros((len(stops), self.slots + 1))  # seconds of the part before each of them
         for count, stop in enumerate(stops):
             best, decision = self._taped(first, int(stop))
             if count:
                 middles, arriving = stops[:count], chain.gradients[stop]
-                found = self._seconds[stop][middles[:, None], shifted[:count]] + before[:count]
+                found = self._seconds[int(stop)][(stop - middles)[:, None], shifted[:count]] + before[:count]
                 walked = self._walked[int(stop) == len(chain.stages)]
                 found += (walked[middles] - walked[first])[:, None]
                 needed = [self._rounded(ways[middle] + arriving) for middle in middles]
@@ -77,7 +82,7 @@ class Table:
                 least = found[choice, slots]
                 decision[least < best] = middles[choice][least < best]
                 best = np.minimum(best, least)
-            self._seconds[stop][first, self.slots + 1 :] = best
+            self._seconds[int(stop)][int(stop) - first, :-1] = best
             self.decisions[first, int(stop)] = decision
             before[count] = best
 
@@ -97,7 +102,7 @@ class Table:
         row = np.full(self.slots + 1, forward_s + mode.backward_s)
         if not alone:
             held = self._rounded(chain.held_bytes(first, mode))
-            row += self._seconds[stop][first + 1, self.slots + 1 - held : 2 * self.slots + 2 - held]
+            row += self._seconds[stop][stop - first - 1][np.maximum(np.arange(self.slots + 1) - held, -1)]
         row[: self._rounded(max(forward_bytes, backward_bytes))] = np.inf
         return row
 
@@ -126,10 +131,11 @@ class Table:
         length = len(self.chain.stages)
         if slots < 0 or not np.isfinite(self.seconds(0, length)[slots]):
             return None
+        row = self.seconds(0, length)
+        enough = int(np.flatnonzero(row == row[slots])[0])  # more is of no use
         actions: list[Action] = []
-        self._enter(actions, 0, length, slots, stored=False)
-        used = int(np.flatnonzero(self.seconds(0, length) == self.seconds(0, length)[slots])[0])
-        return Checkpoints(tuple(actions), float(self.seconds(0, length)[slots]), self._bytes(used))
+        self._enter(actions, 0, length, enough, stored=False)
+        return Checkpoints(tuple(actions), float(row[slots]), self._bytes(enough))
 
     def _enter(self, actions: list[Action], first: int, stop: int, slots: int, *, stored: bool) -> None:
         decision = int(self.decisions[first, stop][slots])
@@ -198,6 +204,6 @@ def _slot_bytes(chain: Chain, memory_bytes: int, slots: int) -> float:
     sizes = np.array([chain.held_bytes(n, m) for n, s in enumerate(chain.stages) for m in s.modes])
     sizes = np.concatenate([sizes, [chain.bytes_of(b - a) for a, b in pairwise(chain.states)]])
     sizes = sizes[sizes > 0]
-    candidates = memory_bytes / np.arange(slots // 2, slots + 1)
+    candidates = memory_bytes / np.arange(max(1, slots // 2), slots + 1)
     lost = [float((np.ceil(sizes / slot) * slot - sizes).sum()) for slot in candidates]
     return float(max(1.0, candidates[int(np.argmin(lost))]))

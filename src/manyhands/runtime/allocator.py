@@ -1,11 +1,15 @@
-"""Give freed memory back: glibc keeps what small devices do not have to spare."""
+"""How memory that is freed is kept or given back: glibc keeps what small devices do not have to spare."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from malloc.h
+_LARGEST_THRESHOLD = 32 << 20  # that glibc takes
+_NEVER = 2**31 - 1
 
 
 def return_freed_memory(threshold_bytes: int = 128 << 10) -> bool:
@@ -13,10 +17,46 @@ def return_freed_memory(threshold_bytes: int = 128 << 10) -> bool:
 
     By default glibc raises its threshold to 32 MB as blocks are freed, and then keeps and scatters them.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
     settings = {_MMAP_THRESHOLD: threshold_bytes, _TRIM_THRESHOLD: threshold_bytes, _ARENA_MAX: 2}
-    return all(mallopt(key, value) == 1 for key, value in settings.items())
+    return _set(settings) and _trimmed()
+
+
+def keep_freed_memory() -> bool:
+    """Freed blocks are kept and used again, so their pages need not be made anew. False: not glibc."""
+    return _set({_MMAP_THRESHOLD: _LARGEST_THRESHOLD, _TRIM_THRESHOLD: _NEVER, _ARENA_MAX: 2})
+
+
+class Room:
+    """Freed memory is kept as long as there is room; it is given back before the limit would be passed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def __del__(self) -> None:
+        os.close(self._statm)
+
+    def make(self, num_bytes: int) -> None:
+        """Let so many more bytes fit, if they can."""
+        pages = int(os.pread(self._statm, 64, 0).split()[1])
+        if pages * self._page_bytes + num_bytes > self.limit_bytes:
+            _trimmed()
+
+
+def _libc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
+
+
+def _set(settings: dict[int, int]) -> bool:
+    mallopt = _libc("mallopt")
+    return mallopt is not None and all(mallopt(key, value) == 1 for key, value in settings.items())
+
+
+def _trimmed() -> bool:
+    """Give back whatever is free, also between blocks in use."""
+    trim = _libc("malloc_trim")
+    if trim is None:
+        return False
+    trim(0)
+    return True

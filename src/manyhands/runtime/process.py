@@ -6,6 +6,7 @@ from pathlib import Path
 
 from manyhands.errors import RequestError
 
+_PAGES_LATE = 4 << 20  # bytes by which the kernel's figures may lag behind each other
 # As Linux names them: of Intel and AMD, and of ARM.
 _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
@@ -13,6 +14,15 @@ _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 def peak_memory() -> int:
     """The most memory this process ever had resident. (getrusage would count the starter's, before exec.)"""
     return _status("VmHWM")
+
+
+def forget_peak() -> bool:
+    """From here on, the peak is that of what follows. False: this system does not do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return peak_memory() <= current_memory() + _PAGES_LATE
 
 
 def current_memory() -> int:

@@ -1,0 +1,318 @@
+"""Fit the training of a model on this device into a number of bytes, those of the whole process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.checkpointing.measuring import measure, untouched
+from manyhands.errors import RequestError
+from manyhands.ir.schedule import Chain
+from manyhands.loading import parse_bytes
+from manyhands.planning.checkpoints import Checkpoints, Table, plain
+from manyhands.reporting.text import amount
+from manyhands.runtime.allocator import Room, keep_freed_memory, return_freed_memory
+from manyhands.runtime.process import current_memory, forget_peak, peak_memory
+from manyhands.runtime.recipes import recipe_for
+from manyhands.runtime.replaying import Script, run
+from manyhands.tracing.stages import Staged, assembled, result_names, staged
+
+SPARE = 0.01  # of the budget: what a process needs now and then besides
+ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with
+TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What was found out about a model and a budget. Bytes are of the whole process, seconds of a step."""
+
+    memory_bytes: int
+    foreseen_bytes: int  # its peak, as a step on this device had it
+    seconds: float  # without the optimiser
+    plain_bytes: int  # estimated, with everything kept
+    plain_s: float
+    least_bytes: int  # with the smallest schedule there is
+    planning_s: float
+    schedule: Checkpoints
+
+
+def fit(
+    model: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    memory: str | int,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> nn.Module:
+    """A module with the same weights that trains exactly as the model does, within so much memory.
+
+    >>> model = manyhands.fit(model, images, memory="900MB")  # then train as before
+
+    `memory` is for the whole process. `example` is a batch as large as any that follows. Some stages of the
+    model are computed again in backward: gradients, buffers and random numbers are those of torch, bit for
+    bit. A step is tried out on this device. The optimiser tells how much its state will take; without one,
+    as much as SGD with momentum. What was found is in the module's `fit`.
+    """
+    inputs = (example,) if isinstance(example, Tensor) else tuple(example)
+    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    _check_inputs(inputs)
+    fitting = _Fitting(model, inputs, budget, optimizer)
+    return fitted(model, *fitting.found())
+
+
+def _check_inputs(inputs: tuple[Tensor, ...]) -> None:
+    if any(tensor.device.type != "cpu" for tensor in inputs):
+        raise RequestError("the example is not in the memory of the CPU: only training there can be fitted.")
+
+
+class _Fitting:
+    """Measure, plan, try."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[Tensor, ...],
+        budget: int,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.model, self.inputs, self.budget = model, inputs, budget
+        self.staged = _staged(model, inputs)
+        self.recipes = tuple(recipe_for(code) for code in self.staged.stages)
+        self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
+        self.later_bytes = self.state_bytes + _gradient_bytes(model)
+
+    def found(self) -> tuple[Script, Staged, tuple[Tensor, ...], Fit]:
+        """A script that was tried, and what was found."""
+        gc.collect()
+        return_freed_memory()
+        chain = measure(
+            self.staged, self.recipes, self.inputs, self.model, resident=True, before=self._refuse_early
+        )
+        return_freed_memory()
+        base = current_memory() + self.later_bytes
+        room = int(self.budget * (1 - SPARE)) - base
+        started = time.perf_counter()
+        table = Table(chain, max(room, 1))
+        planning_s = time.perf_counter() - started
+        least = table.least_bytes
+        if least is None or least > room:
+            raise self._too_little(chain, base)
+        best: tuple[Script, Fit] | None = None
+        for part in ROOM_TO_REUSE:
+            schedule = table.plan(int(room * part))
+            if schedule is None or (best is not None and schedule == best[1].schedule):
+                break
+            tried = self._tried(chain, table, schedule)
+            if best is None or tried[1].seconds < best[1].seconds:
+                best = tried
+            if schedule.seconds <= chain.plain_s * 1.001:  # nothing is computed again
+                continue
+        assert best is not None
+        everything = plain(chain)
+        facts = replace(
+            best[1],
+            plain_bytes=base + everything.peak_bytes,
+            plain_s=everything.seconds,
+            least_bytes=int((base + least) / (1 - SPARE)) + 1,
+            planning_s=planning_s,
+        )
+        return best[0], self.staged, self.inputs, facts
+
+    def _tried(self, chain: Chain, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
+        """Run a step, and plan again with less as long as it takes more than it may."""
+        limit, allowed = int(self.budget * (1 - SPARE)), schedule.peak_bytes
+        for _ in range(TRIES):
+            seconds, peak = self._step(self._script(chain, schedule, Room(limit - self.state_bytes)))
+            peak += self.state_bytes
+            if peak <= self.budget:
+                script = self._script(chain, schedule, Room(limit))
+                return script, Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule)
+            allowed, limit = allowed - (peak - self.budget), limit - (peak - self.budget)
+            smaller = table.plan(allowed)
+            if smaller is None:
+                raise RequestError(
+                    f"a step took {amount(peak)} where {amount(self.budget)} are allowed, and no schedule "
+                    "takes less. Allow more memory, or a smaller batch."
+                )
+            schedule = smaller
+        raise RequestError(f"no schedule stayed below {amount(self.budget)}. Allow a little more memory.")
+
+    def _script(self, chain: Chain, schedule: Checkpoints, room: Room) -> Script:
+        return Script(
+            self.staged.stages,
+            self.recipes,
+            self.staged.states,
+            self.staged.differentiable,
+            schedule.actions,
+            chain,
+            room,
+        )
+
+    def _step(self, script: Script) -> tuple[float, int]:
+        """How long a step takes, and the peak of the process."""
+        keep_freed_memory()
+        names = result_names(self.staged.results)
+        with untouched(self.model):
+            times, peaks = [], []
+            for _ in range(2):
+                forget_peak()
+                started = time.perf_counter()
+                values = run(script, dict(zip(self.staged.inputs, self.inputs, strict=True)), names)
+                ends = [value for value in values.values() if value.requires_grad]
+                torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+                times.append(time.perf_counter() - started)
+                peaks.append(peak_memory())
+                del values, ends
+                for weight in self.model.parameters():
+                    weight.grad = None
+        return min(times), max(peaks)
+
+    def _refuse_early(self, stage: int) -> None:
+        """A stage that could not even be measured is not tried."""
+        code, memory = self.staged.stages[stage], self.staged.memory
+        made = {memory[name] for name in code.makes if name in memory}
+        read = {memory[name] for name in code.reads if name in self.staged.differentiable}
+        sizes = self.staged.memory_bytes
+        needed = current_memory() + self.later_bytes + sum(sizes[m] for m in made | read)
+        if needed > self.budget:
+            raise RequestError(
+                f"{amount(self.budget)} are too little: {code.name} alone takes the process to "
+                f"{amount(needed)}, with gradients and the optimiser's state. Try a smaller batch or image."
+            )
+
+    def _too_little(self, chain: Chain, base: int) -> RequestError:
+        table = Table(chain, plain(chain).peak_bytes)
+        least = table.least_bytes
+        assert least is not None
+        need = int((base + least) / (1 - SPARE)) + 1
+        stage = chain.stages[_largest(chain)].name
+        return RequestError(
+            f"{amount(self.budget)} are too little: the smallest schedule needs {amount(need)}, of which "
+            f"{amount(base)} are the process, weights, gradients and the optimiser's state; {stage} needs "
+            "most of the rest. Try that, or a smaller batch or image."
+        )
+
+
+def _largest(chain: Chain) -> int:
+    """The stage that needs most at once."""
+
+    def needed(index: int) -> int:
+        mode = min(chain.stages[index].modes, key=lambda m: chain.kept_bytes(index, m) + m.backward_bytes)
+        after = chain.kept_bytes(index, mode) + chain.gradients[index + 1] + mode.backward_bytes
+        return chain.bytes_of(chain.states[index]) + after
+
+    return max(range(len(chain.stages)), key=needed)
+
+
+def _staged(model: nn.Module, inputs: tuple[Tensor, ...]) -> Staged:
+    found = staged(model, inputs)
+    if len(found.inputs) != len(inputs):
+        raise RequestError(f"forward takes {len(found.inputs)} inputs; the example has {len(inputs)}.")
+    odd = [name for name in result_names(found.results) if name not in found.memory]
+    if odd:
+        raise RequestError(f"forward returns {odd[0]}, which is no tensor: such a model cannot be fitted.")
+    return found
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    """Of the gradients that are not there yet."""
+    missing = (w for w in model.parameters() if w.requires_grad and w.grad is None)
+    return sum(weight.numel() * weight.element_size() for weight in missing)
+
+
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """What the optimiser keeps from its first step on."""
+    if optimizer is not None and optimizer.state:
+        return 0
+    trained = (weight for weight in model.parameters() if weight.requires_grad)
+    return sum(int(_copies(optimizer) * w.numel() * w.element_size()) for w in trained)
+
+
+def _copies(optimizer: torch.optim.Optimizer | None) -> float:
+    """How many times a weight's own size an optimiser keeps of it, asked of one that has a small weight."""
+    if optimizer is None:
+        return 1.0
+    weight = nn.Parameter(torch.zeros(8, 8))
+    weight.grad = torch.zeros(8, 8)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    kind: Any = type(optimizer)
+    twin = kind([{"params": [weight], **settings}])
+    twin.step()
+    kept = [value for value in twin.state[weight].values() if isinstance(value, Tensor)]
+    return sum(value.numel() * value.element_size() for value in kept if value.numel() > 1) / 256
+
+
+class Fitted:
+    """Put before a model's own class: forward by a schedule."""
+
+    fit: Fit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        how: _How = self.__dict__["_how"]
+        module = cast(nn.Module, self)
+        if not torch.is_grad_enabled() or not any(m.training for m in module.modules()):
+            return how.plain.forward(*args, **kwargs)
+        how.check(module, args, kwargs)
+        values = run(how.script, dict(zip(how.staged.inputs, args, strict=True)), how.names)
+        return assembled(how.staged.results, values)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy of its own weights has no schedule: it is plain."""
+        return copy.deepcopy(self.__dict__["_how"].plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a fitted model is of this process. Save its state_dict(), or the original model.")
+
+
+@dataclass(frozen=True)
+class _How:
+    """By which script a fitted module runs, and what must not have changed since."""
+
+    plain: nn.Module
+    script: Script
+    staged: Staged
+    inputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    names: tuple[str, ...]
+    likeness: tuple[Any, ...]
+
+    def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs or len(args) != len(self.inputs):
+            raise RequestError(f"a fitted model takes its {len(self.inputs)} inputs by position.")
+        for given, (shape, dtype, with_gradient) in zip(args, self.inputs, strict=True):
+            same = given.shape[1:] == shape[1:] and given.dtype == dtype
+            if not same or given.shape[:1] > shape[:1] or given.requires_grad != with_gradient:
+                raise RequestError(
+                    f"fitted for inputs of {tuple(shape)} ({dtype}), or fewer samples; this one has "
+                    f"{tuple(given.shape)} ({given.dtype}). Call manyhands.fit with an example of it."
+                )
+        if _likeness(module) != self.likeness:
+            raise RequestError(
+                "the model has changed since it was fitted: a module, its mode or hooks, or which weights "
+                "are trained. Call manyhands.fit again."
+            )
+
+
+def _likeness(module: nn.Module) -> tuple[Any, ...]:
+    """Equal as long as a script holds for a model."""
+    modules = tuple(
+        (id(inner), inner.training, len(inner._forward_hooks) + len(inner._backward_hooks))
+        for inner in list(module.modules())[1:]
+    )
+    return module.training, modules, tuple((id(w), w.requires_grad) for w in module.parameters())
+
+
+def fitted(
+    model: nn.Module, script: Script, cut: Staged, inputs: tuple[Tensor, ...], facts: Fit
+) -> nn.Module:
+    """The model under another class, with the same weights and names."""
+    twin = copy.copy(model)
+    twin.__class__ = type(f"Fitted{type(model).__name__}", (Fitted, type(model)), {})
+    shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in inputs)
+    twin.__dict__["_how"] = _How(model, script, cut, shapes, result_names(cut.results), _likeness(model))
+    twin.__dict__["fit"] = facts
+    return twin
