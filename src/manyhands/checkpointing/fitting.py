@@ -18,10 +18,10 @@ from manyhands.ir.schedule import Chain
 from manyhands.loading import parse_bytes
 from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
-from manyhands.runtime.allocator import Room, keep_freed_memory, return_freed_memory
+from manyhands.runtime.allocator import Room, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import recipe_for
-from manyhands.runtime.replaying import Script, run
+from manyhands.runtime.replaying import Growth, Script, run
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
 
 SPARE = 0.01  # of the budget: what a process needs now and then besides
@@ -85,12 +85,13 @@ class _Fitting:
         self.recipes = tuple(recipe_for(code) for code in self.staged.stages)
         self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = self.state_bytes + _gradient_bytes(model)
+        self.growths: tuple[Growth, ...] = ()
 
     def found(self) -> tuple[Script, Staged, tuple[Tensor, ...], Fit]:
         """A script that was tried, and what was found."""
         gc.collect()
         return_freed_memory()
-        chain = measure(
+        chain, self.growths = measure(
             self.staged, self.recipes, self.inputs, self.model, resident=True, before=self._refuse_early
         )
         return_freed_memory()
@@ -101,37 +102,39 @@ class _Fitting:
         planning_s = time.perf_counter() - started
         least = table.least_bytes
         if least is None or least > room:
-            raise self._too_little(chain, base)
+            smallest = Table(chain, plain(chain).peak_bytes).least_bytes
+            assert smallest is not None
+            stage = chain.stages[_largest(chain)].name
+            raise self._too_little(_with_spare(base + smallest), base, stage)
         best: tuple[Script, Fit] | None = None
         for part in ROOM_TO_REUSE:
             schedule = table.plan(int(room * part))
             if schedule is None or (best is not None and schedule == best[1].schedule):
                 break
-            tried = self._tried(chain, table, schedule)
+            tried = self._tried(table, schedule)
             if best is None or tried[1].seconds < best[1].seconds:
                 best = tried
-            if schedule.seconds <= chain.plain_s * 1.001:  # nothing is computed again
-                continue
         assert best is not None
         everything = plain(chain)
         facts = replace(
             best[1],
             plain_bytes=base + everything.peak_bytes,
             plain_s=everything.seconds,
-            least_bytes=int((base + least) / (1 - SPARE)) + 1,
+            least_bytes=_with_spare(base + least),
             planning_s=planning_s,
         )
         return best[0], self.staged, self.inputs, facts
 
-    def _tried(self, chain: Chain, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
+    def _tried(self, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
         """Run a step, and plan again with less as long as it takes more than it may."""
         limit, allowed = int(self.budget * (1 - SPARE)), schedule.peak_bytes
         for _ in range(TRIES):
-            seconds, peak = self._step(self._script(chain, schedule, Room(limit - self.state_bytes)))
+            seconds, peak = self._step(self._script(schedule, Room(limit - self.state_bytes)))
             peak += self.state_bytes
             if peak <= self.budget:
-                script = self._script(chain, schedule, Room(limit))
-                return script, Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule)
+                return self._script(schedule, Room(limit)), Fit(
+                    self.budget, peak, seconds, 0, 0, 0, 0, schedule
+                )
             allowed, limit = allowed - (peak - self.budget), limit - (peak - self.budget)
             smaller = table.plan(allowed)
             if smaller is None:
@@ -142,20 +145,20 @@ class _Fitting:
             schedule = smaller
         raise RequestError(f"no schedule stayed below {amount(self.budget)}. Allow a little more memory.")
 
-    def _script(self, chain: Chain, schedule: Checkpoints, room: Room) -> Script:
+    def _script(self, schedule: Checkpoints, room: Room) -> Script:
         return Script(
             self.staged.stages,
             self.recipes,
             self.staged.states,
             self.staged.differentiable,
             schedule.actions,
-            chain,
+            self.growths,
             room,
         )
 
     def _step(self, script: Script) -> tuple[float, int]:
         """How long a step takes, and the peak of the process."""
-        keep_freed_memory()
+        return_freed_memory()
         names = result_names(self.staged.results)
         with untouched(self.model):
             times, peaks = [], []
@@ -173,29 +176,39 @@ class _Fitting:
         return min(times), max(peaks)
 
     def _refuse_early(self, stage: int) -> None:
-        """A stage that could not even be measured is not tried."""
-        code, memory = self.staged.stages[stage], self.staged.memory
-        made = {memory[name] for name in code.makes if name in memory}
-        read = {memory[name] for name in code.reads if name in self.staged.differentiable}
-        sizes = self.staged.memory_bytes
-        needed = current_memory() + self.later_bytes + sum(sizes[m] for m in made | read)
-        if needed > self.budget:
-            raise RequestError(
-                f"{amount(self.budget)} are too little: {code.name} alone takes the process to "
-                f"{amount(needed)}, with gradients and the optimiser's state. Try a smaller batch or image."
-            )
+        """Before a stage is measured that would not fit, or any if the largest one cannot fit."""
+        return_freed_memory()
+        needs = [self._least(n) for n in range(len(self.staged.stages))]
+        there = self._bytes(self.staged.states[stage])
+        base = current_memory() - there + self.later_bytes
+        if stage == 0 or base + needs[stage] > self.budget:
+            largest = max(range(len(needs)), key=needs.__getitem__)
+            if base + needs[largest] > self.budget:
+                raise self._too_little(
+                    base + needs[largest], base, self.staged.stages[largest].name, "about "
+                )
 
-    def _too_little(self, chain: Chain, base: int) -> RequestError:
-        table = Table(chain, plain(chain).peak_bytes)
-        least = table.least_bytes
-        assert least is not None
-        need = int((base + least) / (1 - SPARE)) + 1
-        stage = chain.stages[_largest(chain)].name
+    def _least(self, stage: int) -> int:
+        """What a stage needs at least in backward: its state, gradients after it, and of what it reads."""
+        cut = self.staged
+        after = [name for name in cut.states[stage + 1] if name in cut.differentiable]
+        read = [name for name in cut.stages[stage].reads if name in cut.differentiable]
+        return self._bytes(cut.states[stage]) + self._bytes(after) + self._bytes(read)
+
+    def _bytes(self, names: Sequence[str]) -> int:
+        memories = {self.staged.memory[name] for name in names if name in self.staged.memory}
+        return sum(self.staged.memory_bytes[memory] for memory in memories)
+
+    def _too_little(self, need: int, base: int, stage: str, how: str = "") -> RequestError:
         return RequestError(
-            f"{amount(self.budget)} are too little: the smallest schedule needs {amount(need)}, of which "
-            f"{amount(base)} are the process, weights, gradients and the optimiser's state; {stage} needs "
-            "most of the rest. Try that, or a smaller batch or image."
+            f"{amount(self.budget)} are too little: the smallest schedule needs {how}{amount(need)}, of "
+            f"which {amount(base)} are the process, weights, gradients and the optimiser's state; {stage} "
+            "needs most of the rest. Allow that much, or try a smaller batch or image."
         )
+
+
+def _with_spare(num_bytes: int) -> int:
+    return int(num_bytes / (1 - SPARE)) + 1
 
 
 def _largest(chain: Chain) -> int:

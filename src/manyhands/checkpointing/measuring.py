@@ -16,7 +16,7 @@ from manyhands.ir.schedule import Chain, Mode, Stage
 from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import Recipe
-from manyhands.runtime.replaying import Replay, Script
+from manyhands.runtime.replaying import Growth, Replay, Script
 from manyhands.tracing.stages import StageCode, Staged
 
 REPEATS = 3
@@ -30,21 +30,21 @@ class _Meter:
     recipes: Sequence[Recipe]
     repeats: int
     resident: bool
-    known: dict[Hashable, Stage]
+    known: dict[Hashable, tuple[Stage, Growth]]
 
-    def measure(self, index: int, values: dict[str, Any]) -> Stage:
+    def measure(self, index: int, values: dict[str, Any]) -> tuple[Stage, Growth]:
         code = self.staged.stages[index]
         key = _key(code, values)
         if key not in self.known:
-            self.known[key] = self._stage(index, values)
-        found = self.known[key]
+            self.known[key] = self._stage(index, values), self._growth(index, values)
+        found, growth = self.known[key]
         memory = self.staged.memory
         ids = [memory.get(name) for name in (*code.reads, *code.makes)]
         modes = tuple(
             replace(mode, keeps=frozenset(i for place in mode.keeps if (i := ids[place]) is not None))
             for mode in found.modes
         )
-        return replace(found, name=code.name, modes=modes)
+        return replace(found, name=code.name, modes=modes), growth
 
     def replay(self, index: int, values: dict[str, Any]) -> Replay:
         """A step that has come as far as this stage."""
@@ -94,6 +94,20 @@ class _Meter:
             blind_s=blind_s,
             backward_s=min(backward_s),
         )
+
+    def _growth(self, index: int, values: dict[str, Any]) -> Growth:
+        """By how much the process grows where freed memory is kept, with none kept before."""
+        if not self.resident:
+            return Growth(0, (), ())
+        forward = _grown(self.replay(index, values)._advance, index)
+        taped, backward = [], []
+        for mode in range(self.recipes[index].modes):
+            replay = self.replay(index, values)
+            taped.append(_grown(replay._tape, index, False, mode))
+            self._give_gradients(index, replay)
+            backward.append(_grown(replay._back, index))
+            self._clear_gradients(w for m in self.staged.stages[index].modules for w in m.parameters())
+        return Growth(forward, tuple(taped), tuple(backward))
 
     def times(self) -> None:
         if self.resident:
@@ -154,10 +168,20 @@ class _Meter:
 def _work_space(tensors_bytes: int, work: Callable[..., None], *args: Any) -> int:
     """Bytes that the process has at most while it works, beyond those of tensors."""
     return_freed_memory()
+    return max(0, _growth(work, *args) - tensors_bytes)
+
+
+def _grown(work: Callable[..., None], *args: Any) -> int:
+    return_freed_memory()
+    keep_freed_memory()
+    return _growth(work, *args)
+
+
+def _growth(work: Callable[..., None], *args: Any) -> int:
     before = current_memory()
     forget_peak()
     work(*args)
-    return max(0, peak_memory() - before - tensors_bytes)
+    return peak_memory() - before
 
 
 def _timed(work: Callable[..., None], *args: Any) -> float:
@@ -211,25 +235,27 @@ def measure(
     *,
     resident: bool,
     before: Callable[[int], None] = lambda stage: None,
-) -> Chain:
+) -> tuple[Chain, tuple[Growth, ...]]:
     """A chain with the times and bytes of this machine. The model is left as it was found.
 
     `resident`: bytes are those of the process, so that the work space of torch's libraries is among them;
     otherwise of tensors only. `before` is called before each stage.
     """
     meter = _Meter(staged, recipes, repeats, resident, {})
-    stages = []
+    stages, growths = [], []
     with untouched(model):
         values: dict[str, Any] = dict(zip(staged.inputs, example, strict=True))
         for index in range(len(staged.stages)):
             before(index)
-            stages.append(meter.measure(index, values))
+            stage, growth = meter.measure(index, values)
+            stages.append(stage)
+            growths.append(growth)
             replay = meter.replay(index, values)
             values = {}
             replay._advance(index)
             values = replay._present
             del replay
-    return _chain(staged, stages)
+    return _chain(staged, stages), tuple(growths)
 
 
 def _chain(staged: Staged, stages: Sequence[Stage]) -> Chain:

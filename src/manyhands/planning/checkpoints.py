@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +124,7 @@ class Table:
         return self._bytes(int(fits[0])) if len(fits) else None
 
     def _bytes(self, slots: int) -> int:
-        return int(slots * self.slot_bytes) + self.chain.noted_bytes
+        return ceil(slots * self.slot_bytes) + self.chain.noted_bytes
 
     def plan(self, memory_bytes: int) -> Checkpoints | None:
         """The fastest schedule within so many bytes beyond the first state; None: there is none."""

@@ -10,15 +10,19 @@ from typing import Any
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # that glibc takes
 _NEVER = 2**31 - 1
+_THRESHOLD = 128 << 10
 
 
-def return_freed_memory(threshold_bytes: int = 128 << 10) -> bool:
+def return_freed_memory(threshold_bytes: int = _THRESHOLD) -> bool:
     """Blocks above the threshold get pages of their own and give them back when freed. False: not glibc.
 
     By default glibc raises its threshold to 32 MB as blocks are freed, and then keeps and scatters them.
     """
-    settings = {_MMAP_THRESHOLD: threshold_bytes, _TRIM_THRESHOLD: threshold_bytes, _ARENA_MAX: 2}
-    return _set(settings) and _trimmed()
+    return _set(_returning(threshold_bytes)) and _trimmed()
+
+
+def _returning(threshold_bytes: int) -> dict[int, int]:
+    return {_MMAP_THRESHOLD: threshold_bytes, _TRIM_THRESHOLD: threshold_bytes, _ARENA_MAX: 2}
 
 
 def keep_freed_memory() -> bool:
@@ -27,21 +31,41 @@ def keep_freed_memory() -> bool:
 
 
 class Room:
-    """Freed memory is kept as long as there is room; it is given back before the limit would be passed."""
+    """Freed memory is kept for others as long as there is room, which saves making its pages anew.
+
+    glibc 2.36 and older hardly use a freed block again for one of the same size that must be aligned, so
+    what is kept grows. Before the limit would be passed, it is given back; and where even that would not
+    do, blocks get pages of their own that go back at once.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._keeps = False
 
     def __del__(self) -> None:
         os.close(self._statm)
 
-    def make(self, num_bytes: int) -> None:
-        """Let so many more bytes fit, if they can."""
-        pages = int(os.pread(self._statm, 64, 0).split()[1])
-        if pages * self._page_bytes + num_bytes > self.limit_bytes:
+    def make(self, growth_bytes: int) -> None:
+        """Before something that lets the process grow by so much if freed memory is kept."""
+        if not self._fits(growth_bytes):
             _trimmed()
+        self._keep(self._fits(growth_bytes))
+
+    def leave(self) -> None:
+        """At the end of a step: others find everything given back."""
+        self._keep(False)
+        _trimmed()
+
+    def _fits(self, growth_bytes: int) -> bool:
+        pages = int(os.pread(self._statm, 64, 0).split()[1])
+        return pages * self._page_bytes + growth_bytes <= self.limit_bytes
+
+    def _keep(self, keeps: bool) -> None:
+        if keeps != self._keeps:
+            self._keeps = keeps
+            keep_freed_memory() if keeps else _set(_returning(_THRESHOLD))
 
 
 def _libc(name: str) -> Any:

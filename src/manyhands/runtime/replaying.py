@@ -19,10 +19,19 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from manyhands.errors import RunError
-from manyhands.ir.schedule import Action, Advance, Back, Chain, Restore, Store, Tape
+from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
 from manyhands.runtime.allocator import Room
 from manyhands.runtime.recipes import Code, Notes, Order, Recipe, Values
 from manyhands.runtime.tape import Box, Root, Source
+
+
+@dataclass(frozen=True)
+class Growth:
+    """By how many bytes a process grows in a stage if freed memory is kept; by mode, taped and backward."""
+
+    forward: int
+    taped: tuple[int, ...]
+    backward: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Script:
     states: Sequence[tuple[str, ...]]
     differentiable: frozenset[str]
     actions: tuple[Action, ...]
-    needs: Chain | None = None  # how many bytes each stage needs, for whom room is made
+    growths: Sequence[Growth] = ()  # of each stage, for which room is made
     room: Room | None = None
 
 
@@ -88,6 +97,8 @@ class Replay:
             for action in self._left:
                 self._act(action)
         found, self._gradients = self._gradients, {}
+        if self._script.room is not None:
+            self._script.room.leave()
         return found
 
     def _act(self, action: Action) -> None:
@@ -106,16 +117,12 @@ class Replay:
 
     def _advance(self, stage: int) -> None:
         code = self._script.stages[stage]
-        if (needs := self._script.needs) is not None:
-            self._make_room(needs.stages[stage].forward_bytes)
+        if self._script.room is not None:
+            self._script.room.make(self._script.growths[stage].forward)
         values = {name: self._present[name] for name in code.reads}
         self._present = self._carried(stage)
         with torch.no_grad(), self._as_the_first_time(stage):
             self._present |= self._script.recipes[stage].run(values, self._notes[stage], Order(taped=False))
-
-    def _make_room(self, num_bytes: int) -> None:
-        if self._script.room is not None:
-            self._script.room.make(num_bytes)
 
     def _carried(self, stage: int) -> Values:
         """What of the present state is still there after a stage."""
@@ -125,10 +132,8 @@ class Replay:
     def _tape(self, stage: int, blind: bool, mode: int = 0) -> None:
         code, taped = self._script.stages[stage], _Taped(mode)
         order = Order(True, mode, blind, {name: Box() for name in code.makes})
-        if (needs := self._script.needs) is not None and not (
-            blind and self._script.recipes[stage].sees_blind
-        ):
-            self._make_room(needs.stages[stage].modes[mode].taped_bytes)
+        if self._script.room is not None and not (blind and self._script.recipes[stage].sees_blind):
+            self._script.room.make(self._script.growths[stage].taped[mode])
         with torch.enable_grad():
             values = {name: self._source(taped, name) for name in code.reads}
             carried = self._carried(stage)
@@ -154,8 +159,8 @@ class Replay:
 
     def _back(self, stage: int) -> None:
         taped = self._taped.pop(stage)
-        if (needs := self._script.needs) is not None:
-            self._make_room(needs.stages[stage].modes[taped.mode].backward_bytes)
+        if self._script.room is not None:
+            self._script.room.make(self._script.growths[stage].backward[taped.mode])
         starts = []
         for name, root, box in taped.roots:
             box.tensor = self._gradients.pop(name, None)

@@ -1,0 +1,157 @@
+"""Whatever is computed again: gradients, buffers, random numbers and results are torch's own, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyhands.checkpointing.measuring import measure
+from manyhands.ir.schedule import Action, Back, Tape
+from manyhands.models import ZOO, build
+from manyhands.planning.checkpoints import Table, plain
+from manyhands.runtime.recipes import Recipe, recipe_for
+from manyhands.runtime.replaying import Script, run
+from manyhands.tracing.stages import Staged, assembled, result_names, staged
+
+SMALL = {"unet": 32, "unet-small": 32}
+
+
+class Trial:
+    """A model, cut and measured, to be run by any schedule."""
+
+    def __init__(self, model: nn.Module, *inputs: Tensor) -> None:
+        self.model, self.inputs = model, inputs
+        self.cut: Staged = staged(model, inputs)
+        self.recipes: tuple[Recipe, ...] = tuple(recipe_for(code) for code in self.cut.stages)
+        self.chain, _ = measure(self.cut, self.recipes, inputs, model, 1, resident=False)
+        self.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def outcome(self, forward: Callable[..., Any], steps: int = 2) -> list[Tensor]:
+        """Results, gradients added up over steps, buffers, and where the random stream is."""
+        self.model.load_state_dict(self.state)
+        self.model.zero_grad()
+        torch.manual_seed(3)
+        found = []
+        for _ in range(steps):
+            results = forward(*self.inputs)
+            results = results if isinstance(results, tuple | list) else [results]
+            loss = torch.stack([(result * result).mean() for result in results]).sum()
+            loss.backward()
+            found += [result.detach().clone() for result in results]
+        found += [w.grad.clone() for w in self.model.parameters() if w.grad is not None]
+        return [*found, *(b.clone() for b in self.model.buffers()), torch.get_rng_state()]
+
+    def by(self, actions: tuple[Action, ...]) -> Callable[..., Any]:
+        script = Script(self.cut.stages, self.recipes, self.cut.states, self.cut.differentiable, actions)
+
+        def forward(*inputs: Tensor) -> Any:
+            values = run(
+                script, dict(zip(self.cut.inputs, inputs, strict=True)), result_names(self.cut.results)
+            )
+            return assembled(self.cut.results, values)
+
+        return forward
+
+    def require_same(self, actions: tuple[Action, ...]) -> None:
+        expected, found = self.outcome(self.model), self.outcome(self.by(actions))
+        assert len(expected) == len(found)
+        assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_every_model_of_the_zoo_at_three_budgets(name: str) -> None:
+    channels, size, _ = ZOO[name].input_shape
+    size = min(size, SMALL.get(name, 64))
+    torch.manual_seed(0)
+    trial = Trial(build(name).train(), torch.randn(2, channels, size, size))
+    most = plain(trial.chain).peak_bytes
+    table = Table(trial.chain, most)
+    least = table.least_bytes
+    assert least is not None
+    tried = set()
+    for part in (0.0, 0.3, 0.9):
+        found = table.plan(int(least + part * (most - least)))
+        assert found is not None
+        tried.add(found.actions)
+        trial.require_same(found.actions)
+    assert len(tried) == 3
+
+
+class Odd(nn.Module):
+    """Dropout, a weight used twice, a tensor read three times, norms of other kinds, two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8, momentum=None)
+        self.frozen = nn.BatchNorm2d(8).eval()
+        self.unbiased = nn.BatchNorm2d(8, affine=False, track_running_stats=False)
+        self.group = nn.GroupNorm(2, 8)
+        self.leaky = nn.LeakyReLU(0.1)
+        self.dropout = nn.Dropout(0.4)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 1))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.dropout(self.leaky(self.norm(self.first(images))))
+        second = torch.relu(self.unbiased(self.twice(first)) + first)
+        third = self.frozen(self.twice(second)).clamp(-1, 1)
+        gate = torch.sigmoid(self.spectral(first))
+        joined = second * gate + first + third
+        return self.pool(nn.functional.relu6(self.group(joined))), self.pool(joined)
+
+
+def _one_by_one(trial: Trial, mode: int, blind: bool) -> tuple[Action, ...]:
+    """Every stage is computed again right before its backward."""
+    from manyhands.ir.schedule import Advance, Restore, Store
+
+    last = len(trial.chain.stages) - 1
+    actions: list[Action] = []
+    for stage in range(last):
+        actions += [Store(stage), Advance(stage, stage + 1)]
+    for stage in range(last, -1, -1):
+        if stage < last:
+            actions.append(Restore(stage, last=True))
+        choice = min(mode, len(trial.chain.stages[stage].modes) - 1)
+        actions += [Tape(stage, blind and stage < last, choice), Back(stage)]
+    return tuple(actions)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_model_with_much_that_is_odd(mode: int, blind: bool) -> None:
+    torch.manual_seed(0)
+    trial = Trial(Odd(), torch.randn(3, 3, 17, 19))
+    assert len(trial.chain.stages) > 10
+    trial.require_same(_one_by_one(trial, mode, blind))
+    trial.require_same(plain(trial.chain).actions)
+
+
+def test_the_gradient_of_an_input_comes_back() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 17, 19, requires_grad=True)
+    trial = Trial(Odd(), images)
+    expected = torch.autograd.grad(trial.model(images)[0].sum(), images)[0]
+    torch.manual_seed(3)
+    trial.model.load_state_dict(trial.state)
+    trial.model(images)[0].sum().backward()
+    expected, images.grad = images.grad, None
+    torch.manual_seed(3)
+    trial.model.load_state_dict(trial.state)
+    trial.by(_one_by_one(trial, 1, True))(images)[0].sum().backward()
+    assert expected is not None and images.grad is not None and torch.equal(expected, images.grad)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = build("demo").train()
+    for weight in model.stem.parameters():  # type: ignore[union-attr]
+        weight.requires_grad = False
+    trial = Trial(model, torch.randn(2, 1, 28, 28))
+    trial.require_same(_one_by_one(trial, 1, True))
+    assert all(weight.grad is None for weight in model.stem.parameters())  # type: ignore[union-attr]
