@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from manyhands.benches.races import add_to
+from manyhands.benches import memories, races
 from manyhands.consoles import Json, busy, show
 
 bench = typer.Typer(help="Reproduce a table or figure.", no_args_is_help=True)
-add_to(bench)
+races.add_to(bench)
+memories.add_to(bench)
 
 
 @bench.command()
@@ -113,24 +114,6 @@ def planning(as_json: Json = False) -> None:
         rows = bench_planning.run(lambda what: status.update(what))
     print(json.dumps(bench_planning.to_json(rows))) if as_json else show(bench_planning.table(rows))
     raise typer.Exit(0 if all(row.within for row in rows) else 1)
-
-
-@bench.command()
-def memory(
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw figure 1 into this file.")] = None,
-    as_json: Json = False,
-) -> None:
-    """The paper on training on the edge: its tables of ResNets' memory, and what Revolve makes of them."""
-    from manyhands.benches import paper3
-    from manyhands.reporting.plots import plot_steps
-
-    with busy(as_json) as status:
-        result = paper3.run(lambda what: status.update(f"{what} ..."))
-    if plot is not None:
-        limit = paper3.LIMIT_BYTES / paper3.GIB, "2 GB"
-        plot_steps(plot, paper3.panels(result), "times as long as without checkpoints", "GB", limit)
-    print(json.dumps(paper3.to_json(result))) if as_json else show(paper3.table(result))
-    raise typer.Exit(0 if result.within else 1)
 
 
 @bench.command()

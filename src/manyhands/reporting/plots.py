@@ -55,3 +55,23 @@ def plot_steps(
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def plot_points(path: Path, panels: Mapping[str, Mapping[str, Points]], x: str, y: str) -> None:
+    """Points joined by lines, side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, row = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), squeeze=False)
+    for axes, (title, curves) in zip(row[0], panels.items(), strict=True):
+        for name, points in curves.items():
+            axes.plot([a for a, _ in points], [b for _, b in points], marker="o", label=name)
+        axes.set(title=title, xlabel=x, ylabel=y)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,182 @@
+"""Do fitted models stay within their budgets, where the kernel kills who needs more?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from rich.table import Table
+
+from manyhands.emulation.cgroups import limited, why_not
+from manyhands.errors import RequestError, RunError
+from manyhands.reporting.text import amount
+
+OFF = 0.05  # of the peak that was measured
+PLANNING_S = 1.0
+STEPS = 3
+PLENTY = 10**12
+MODELS = (
+    ("resnet18", 224, 8),
+    ("resnet34", 128, 8),
+    ("resnet50", 160, 8),
+    ("resnet101", 128, 4),
+    ("resnet152", 96, 4),
+    ("resnet18-cifar", 32, 64),
+    ("vgg11", 128, 8),
+    ("vgg16-bn", 128, 8),
+    ("mobilenetv2", 192, 16),
+    ("unet", 192, 4),
+    ("unet-small", 256, 8),
+    ("yolov2-16", 288, 4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`part`: where the budget lies between the smallest schedule (0) and keeping everything (1)."""
+
+    model: str
+    size: int
+    batch: int
+    part: float | None = None
+    memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.size}, batch {self.batch}"
+
+
+# A ResNet-152 at 500x500 in the 2 GB of the paper on training on the edge, and large images on a small board.
+HEADLINE = (
+    Case("resnet152", 500, 8, memory_bytes=2 * 10**9),
+    Case("resnet50", 1500, 1, memory_bytes=1_300_000_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    case: str
+    budget_bytes: int
+    plain_bytes: int
+    foreseen_bytes: int
+    peak_bytes: int
+    planning_s: float
+    slowdown: float
+    verdict: str  # "held", "refused" or what went wrong
+
+    @property
+    def error(self) -> float:
+        return self.foreseen_bytes / self.peak_bytes - 1 if self.peak_bytes else 0.0
+
+    @property
+    def within(self) -> bool:
+        return self.verdict == "refused" or (
+            self.verdict == "held" and abs(self.error) <= OFF and self.planning_s < PLANNING_S
+        )
+
+
+def random_cases(count: int, seed: int) -> list[Case]:
+    random = Random(seed)
+    cases = []
+    for _ in range(count):
+        name, size, batch = random.choice(MODELS)
+        size = max(32, int(size * random.uniform(0.5, 1.0)) // 32 * 32)
+        cases.append(Case(name, size, random.randint(max(2, batch // 4), batch), random.uniform(-0.1, 1.0)))
+    return cases
+
+
+def run(cases: list[Case], tell: Callable[[str], None]) -> tuple[Row, ...]:
+    if reason := why_not():
+        raise RequestError(f"{reason}.")
+    rows = []
+    for number, case in enumerate(cases):
+        tell(f"{case} ({number + 1} of {len(cases)})")
+        rows.append(_row(case))
+    return tuple(rows)
+
+
+def _row(case: Case) -> Row:
+    """In a process of its own that has the budget and no more."""
+    budget, least = case.memory_bytes, 0
+    if budget is None:
+        assert case.part is not None
+        free = _trial(case, PLENTY, 1)
+        least, most = free["least_bytes"], free["plain_bytes"]
+        budget = int(least + case.part * (most - least))
+    with limited("budget", memory_bytes=budget) as group:
+        try:
+            found = _trial(case, budget, STEPS, group.before)
+        except RunError as error:
+            verdict = "killed" if group.kills else str(error)
+            return Row(str(case), budget, 0, 0, 0, 0.0, 0.0, verdict)
+    if "refused" in found:
+        verdict = "refused" if budget <= 1.02 * least else f"needlessly refused: {found['refused']}"
+        return Row(str(case), budget, 0, 0, 0, 0.0, 0.0, verdict)
+    verdict = "held" if found["peak_bytes"] <= budget else "above its budget"
+    return Row(
+        str(case),
+        budget,
+        found["plain_bytes"],
+        found["foreseen_bytes"],
+        found["peak_bytes"],
+        found["planning_s"],
+        min(found["seconds"]) / found["plain_s"],
+        verdict,
+    )
+
+
+def _trial(case: Case, memory: int, steps: int, before: tuple[str, ...] = ()) -> dict[str, Any]:
+    channels = 1 if case.model == "demo" else 3
+    asked = {
+        "model": case.model,
+        "shape": [channels, case.size, case.size],
+        "batch": case.batch,
+        "memory": memory,
+        "steps": steps,
+    }
+    command = [*before, sys.executable, "-m", "manyhands.checkpointing.trial", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
+        raise RunError(f"{case}: {last[0]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+    return [asdict(row) | {"error": row.error, "within": row.within} for row in rows]
+
+
+def table(rows: tuple[Row, ...]) -> Table:
+    table = Table(title="Fitted models under limits that the kernel keeps")
+    for heading in (
+        "case",
+        "plain",
+        "budget",
+        "foreseen",
+        "measured",
+        "error",
+        "planned in",
+        "time",
+        "verdict",
+    ):
+        table.add_column(heading, justify="left" if heading in ("case", "verdict") else "right")
+    for row in rows:
+        sizes = row.plain_bytes, row.budget_bytes, row.foreseen_bytes, row.peak_bytes
+        figures = (f"{row.error:+.1%}", f"{row.planning_s:.2f} s", f"x{row.slowdown:.2f}")
+        ran = row.peak_bytes > 0
+        shown = [amount(size) if size else "" for size in sizes]
+        table.add_row(row.case, *shown, *(figures if ran else ("", "", "")), row.verdict)
+    held = [row for row in rows if row.verdict == "held"]
+    refused = sum(row.verdict == "refused" for row in rows)
+    worst = max((abs(row.error) for row in held), default=0.0)
+    table.caption = (
+        f"{len(held)} held, {refused} refused beforehand, {len(rows) - len(held) - refused} failed; peaks "
+        f"foreseen within {worst:.1%}. Time: of a step with its optimiser, over forward and backward of "
+        "plain stages as measured one by one"
+    )
+    return table

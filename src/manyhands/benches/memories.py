@@ -1,0 +1,78 @@
+"""`manyhands bench` of memory on one device: memory (tables, the race) and budgets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.consoles import Json, busy, show
+
+
+def add_to(bench: typer.Typer) -> None:
+    for command in (memory, budgets):
+        bench.command()(command)
+
+
+def memory(
+    race: Annotated[
+        bool, typer.Option("--race", help="Instead: our schedules against checkpoint_sequential.")
+    ] = False,
+    models: Annotated[
+        str, typer.Option("--models", help="With --race: ResNets, by commas.")
+    ] = "resnet18,resnet50,resnet101",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="With --race: steps of each, in turns.")] = 5,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw figure 1, or the race.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The paper on training on the edge: its tables of ResNets' memory, and what Revolve makes of them."""
+    if race:
+        _race(tuple(name.strip() for name in models.split(",")), rounds, plot, as_json)
+    from manyhands.benches import paper3
+    from manyhands.reporting.plots import plot_steps
+
+    with busy(as_json) as status:
+        result = paper3.run(lambda what: status.update(f"{what} ..."))
+    if plot is not None:
+        limit = paper3.LIMIT_BYTES / paper3.GIB, "2 GB"
+        plot_steps(plot, paper3.panels(result), "times as long as without checkpoints", "GB", limit)
+    print(json.dumps(paper3.to_json(result))) if as_json else show(paper3.table(result))
+    raise typer.Exit(0 if result.within else 1)
+
+
+def _race(models: tuple[str, ...], rounds: int, plot: Path | None, as_json: bool) -> None:
+    from manyhands.benches import recomputing
+    from manyhands.errors import RequestError
+    from manyhands.models import ZOO
+    from manyhands.reporting.plots import plot_points
+
+    for name in models:
+        if name not in ZOO or not name.startswith("resnet"):
+            raise RequestError(f"--models {name}: checkpoint_sequential is raced on the zoo's ResNets.")
+    with busy(as_json) as status:
+        results = recomputing.run(models, rounds, lambda what: status.update(f"{what} ..."))
+    if plot is not None:
+        plot_points(plot, recomputing.panels(results), "part of plain memory", "times as long as plain")
+    print(json.dumps(recomputing.to_json(results))) if as_json else show(recomputing.table(results))
+    raise typer.Exit(0 if all(result.within for result in results) else 1)
+
+
+def budgets(
+    cases: Annotated[int, typer.Option("--cases", min=1, help="Random models, images and budgets.")] = 40,
+    seed: Annotated[int, typer.Option("--seed", help="Other cases.")] = 0,
+    headline: Annotated[
+        bool,
+        typer.Option("--headline", help="Instead: ResNet-152 at 500x500 in 2 GB, ResNet-50 at 1500x1500."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Does manyhands.fit keep its budget, where the kernel kills who needs more? (root)"""
+    from manyhands.benches import budgets as module
+
+    chosen = list(module.HEADLINE) if headline else module.random_cases(cases, seed)
+    with busy(as_json) as status:
+        rows = module.run(chosen, lambda what: status.update(f"{what} ..."))
+    print(json.dumps(module.to_json(rows))) if as_json else show(module.table(rows))
+    raise typer.Exit(0 if all(row.within for row in rows) else 1)

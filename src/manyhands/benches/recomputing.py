@@ -1,0 +1,236 @@
+"""Memory against time: our schedules and torch's checkpoint_sequential, in turns in one process, one thread.
+
+Memory is the most bytes of tensors at once that a step makes, without weights and their gradients; time is
+that of the processor. Both are parts of what plain training takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from manyhands.checkpointing.measuring import measure
+from manyhands.checkpointing.tracking import most_alive
+from manyhands.loading import load_model
+from manyhands.planning.checkpoints import Table as Schedules
+from manyhands.runtime.recipes import recipe_for
+from manyhands.runtime.replaying import Script
+from manyhands.runtime.replaying import run as replay
+from manyhands.tracing.stages import result_names, staged
+
+BATCH, SIZE = 4, 224
+# What has to be reached: (part of plain memory, times as long).
+TARGETS: dict[str, tuple[tuple[float, float], ...]] = {
+    "resnet18": ((0.53, 1.20),),
+    "resnet50": ((0.30, 1.30), (0.20, 1.40)),
+    "resnet101": ((0.20, 1.30),),
+}
+OURS, THEIRS = "manyhands", "checkpoint_sequential"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way to train: what it takes, as parts of plain training."""
+
+    who: str
+    what: str
+    memory: float
+    time: float
+    exact: bool  # gradients and running statistics are those of plain training, to the bit
+    limit: float | None = None  # of time, where something has to be reached
+    rival: float | None = None  # the time of the peer that needs as much memory
+
+    @property
+    def within(self) -> bool:
+        below = self.limit is None or self.time <= self.limit
+        return below and (self.rival is None or self.time <= self.rival) and (self.who != OURS or self.exact)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    model: str
+    plain_bytes: int
+    plain_s: float
+    points: tuple[Point, ...]
+
+    @property
+    def within(self) -> bool:
+        return all(point.within for point in self.points)
+
+
+Step = Callable[[], None]
+
+
+class _Track:
+    """A network, its images, and what a step of plain training makes of them."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.model = load_model(name).train()
+        self.images = torch.randn(BATCH, 3, SIZE, SIZE)
+        self.state = {key: value.clone() for key, value in self.model.state_dict().items()}
+        self.expected = self.outcome(self.plain)
+        self.plain_bytes = self.bytes_of(self.plain)
+
+    def plain(self) -> None:
+        self.model(self.images).sum().backward()
+
+    def outcome(self, step: Step) -> list[Tensor]:
+        self.model.load_state_dict(self.state)
+        for weight in self.model.parameters():
+            weight.grad = None
+        step()
+        gradients = [weight.grad.clone() for weight in self.model.parameters() if weight.grad is not None]
+        return gradients + [buffer.clone() for buffer in self.model.buffers()]
+
+    def is_exact(self, step: Step) -> bool:
+        found = self.outcome(step)
+        return all(torch.equal(one, two) for one, two in zip(self.expected, found, strict=True))
+
+    def bytes_of(self, step: Step) -> int:
+        return most_alive(step, self.model.parameters())
+
+    def peers(self) -> dict[int, Step]:
+        """By the number of segments, all that can be."""
+        parts = _in_a_row(self.model)
+
+        def steps(segments: int) -> Step:
+            def step() -> None:
+                result = checkpoint_sequential(parts, segments, self.images, use_reentrant=False)
+                result.sum().backward()
+
+            return step
+
+        return {segments: steps(segments) for segments in range(2, len(parts) + 1)}
+
+    def ours(self) -> Callable[[int], Step | None]:
+        """A step within so many bytes, if there is one."""
+        cut = staged(self.model, [self.images])
+        recipes = tuple(recipe_for(code) for code in cut.stages)
+        chain, _ = measure(cut, recipes, [self.images], self.model, resident=False)
+        names = result_names(cut.results)
+
+        def within(num_bytes: int) -> Step | None:
+            found = Schedules(chain, num_bytes).plan(num_bytes)
+            if found is None:
+                return None
+            script = Script(cut.stages, recipes, cut.states, cut.differentiable, found.actions)
+
+            def step() -> None:
+                values = replay(script, {cut.inputs[0]: self.images}, names)
+                values[names[0]].sum().backward()
+
+            return step
+
+        return within
+
+
+def _in_a_row(model: nn.Module) -> nn.Sequential:
+    """A ResNet as checkpoint_sequential takes it: stem, blocks and head, one after another."""
+    parts: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.Linear):
+            parts.append(nn.Flatten())
+        parts += list(child) if isinstance(child, nn.Sequential) else [child]
+    return nn.Sequential(*parts)
+
+
+def run(models: tuple[str, ...], rounds: int, tell: Callable[[str], None]) -> tuple[Result, ...]:
+    torch.set_num_threads(1)
+    return tuple(_race(name, rounds, tell) for name in models)
+
+
+def _race(name: str, rounds: int, tell: Callable[[str], None]) -> Result:
+    tell(f"{name}: measuring stages")
+    track = _Track(name)
+    within = track.ours()
+    steps: dict[str, Step] = {"plain": track.plain}
+    points: dict[str, Point] = {}
+
+    def add(who: str, what: str, step: Step, limit: float | None = None) -> str:
+        key = f"{who} {what}"
+        steps[key] = step
+        part = track.bytes_of(step) / track.plain_bytes
+        points[key] = Point(who, what, part, 0.0, track.is_exact(step), limit)
+        return key
+
+    rivals: dict[str, str] = {}
+    lowest = 1.0
+    for segments, step in track.peers().items():
+        tell(f"{name}: memory of {segments} segments")
+        part = track.bytes_of(step) / track.plain_bytes
+        if part < lowest:  # another needs no more, and computes no more a second time
+            lowest = part
+            peer = add(THEIRS, f"{segments} segments", step)
+            mine = within(int(part * track.plain_bytes))
+            if mine is not None:
+                rivals[add(OURS, f"as much as {segments} segments", mine)] = peer
+    for part, limit in TARGETS.get(name, ()):
+        mine = within(int((part + 0.005) * track.plain_bytes))  # as a whole percent
+        if mine is not None:
+            add(OURS, f"{part:.0%}", mine, limit)
+    times = _in_turns(steps, rounds, tell)
+    ratios = {key: median(t / p for t, p in zip(times[key], times["plain"], strict=True)) for key in steps}
+    found = tuple(
+        replace(point, time=ratios[key], rival=ratios[rivals[key]] if key in rivals else None)
+        for key, point in points.items()
+    )
+    return Result(name, track.plain_bytes, median(times["plain"]), found)
+
+
+def _in_turns(steps: dict[str, Step], rounds: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {key: [] for key in steps}
+    for number in range(rounds + 1):
+        tell(f"round {number} of {rounds}")
+        for key, step in steps.items():
+            started = time.process_time()
+            step()
+            if number:  # the first one warms up
+                times[key].append(time.process_time() - started)
+    return times
+
+
+def to_json(results: tuple[Result, ...]) -> list[dict[str, Any]]:
+    return [
+        asdict(result)
+        | {"points": [asdict(p) | {"within": p.within} for p in result.points], "within": result.within}
+        for result in results
+    ]
+
+
+def table(results: tuple[Result, ...]) -> Group:
+    return Group(*(_table(result) for result in results))
+
+
+def _table(result: Result) -> Table:
+    title = f"{result.model}: plain makes {result.plain_bytes / 2**20:.1f} MiB, {result.plain_s:.2f} s a step"
+    table = Table(title=title)
+    for heading in ("who", "how", "memory", "time", "at most", "exact"):
+        table.add_column(heading, justify="left" if heading in ("who", "how") else "right")
+    for point in sorted(result.points, key=lambda point: (-point.memory, point.who)):
+        bounds = [bound for bound in (point.limit, point.rival) if bound is not None]
+        bound = f"x{min(bounds):.2f}" if bounds else ""
+        mark = "" if point.within else " (!)"
+        exact = "to the bit" if point.exact else "no: running statistics"
+        table.add_row(point.who, point.what, f"{point.memory:.1%}", f"x{point.time:.2f}{mark}", bound, exact)
+    return table
+
+
+def panels(results: tuple[Result, ...]) -> dict[str, dict[str, tuple[tuple[float, float], ...]]]:
+    """Time by memory, a panel for each network."""
+    return {
+        result.model: {
+            who: tuple(sorted((p.memory, p.time) for p in result.points if p.who == who))
+            for who in (OURS, THEIRS)
+        }
+        for result in results
+    }
