@@ -135,12 +135,20 @@ class _Track:
 
 
 def _in_a_row(model: nn.Module) -> nn.Sequential:
-    """A ResNet as checkpoint_sequential takes it: stem, blocks and head, one after another."""
-    parts: list[nn.Module] = []
+    """A ResNet as checkpoint_sequential takes it: stem, blocks and head, one after another.
+
+    The stem's activation works in place, so torch cannot cut before it.
+    """
+    parts: list[nn.Module] = [nn.Sequential()]
     for child in model.children():
-        if isinstance(child, nn.Linear):
-            parts.append(nn.Flatten())
-        parts += list(child) if isinstance(child, nn.Sequential) else [child]
+        if isinstance(child, nn.Sequential):
+            parts += list(child)
+        elif isinstance(child, nn.Linear):
+            parts.append(nn.Sequential(nn.Flatten(), child))
+        elif isinstance(child, nn.Conv2d | nn.BatchNorm2d | nn.ReLU):
+            parts[0].append(child)  # type: ignore[operator]
+        else:
+            parts.append(child)
     return nn.Sequential(*parts)
 
 
