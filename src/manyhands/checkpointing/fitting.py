@@ -20,12 +20,15 @@ from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
 from manyhands.runtime.allocator import Room, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
-from manyhands.runtime.recipes import recipe_for
+from manyhands.runtime.recipes import Norm, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
 
 SPARE = 0.01  # of the budget: what a process needs now and then besides
-ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with
+LOOSE = 1.3  # times the smallest schedule, from which on freed memory is kept
+ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with then
+TIGHT = (1.0,)
+REPEATS = 2
 TRIES = 4
 
 
@@ -91,23 +94,24 @@ class _Fitting:
         """A script that was tried, and what was found."""
         gc.collect()
         return_freed_memory()
-        chain, self.growths = measure(
-            self.staged, self.recipes, self.inputs, self.model, resident=True, before=self._refuse_early
-        )
+        chain = self._measured(None)
         return_freed_memory()
         base = current_memory() + self.later_bytes
         room = int(self.budget * (1 - SPARE)) - base
-        started = time.perf_counter()
-        table = Table(chain, max(room, 1))
-        planning_s = time.perf_counter() - started
+        table, planning_s = _planned(chain, room)
         least = table.least_bytes
         if least is None or least > room:
             smallest = Table(chain, plain(chain).peak_bytes).least_bytes
             assert smallest is not None
             stage = chain.stages[_largest(chain)].name
             raise self._too_little(_with_spare(base + smallest), base, stage)
+        parts: tuple[float, ...] = TIGHT
+        if room > LOOSE * least:  # enough to keep what is freed
+            chain = self._measured(chain)
+            table, planning_s = _planned(chain, room)
+            parts = ROOM_TO_REUSE
         best: tuple[Script, Fit] | None = None
-        for part in ROOM_TO_REUSE:
+        for part in parts:
             schedule = table.plan(int(room * part))
             if schedule is None or (best is not None and schedule == best[1].schedule):
                 break
@@ -125,16 +129,30 @@ class _Fitting:
         )
         return best[0], self.staged, self.inputs, facts
 
+    def _measured(self, keeping: Chain | None) -> Chain:
+        chain, growths = measure(
+            self.staged,
+            self.recipes,
+            self.inputs,
+            self.model,
+            1 if keeping is None else REPEATS,
+            resident=True,
+            keeping=keeping,
+            before=self._refuse_early,
+        )
+        if keeping is not None:
+            self.growths = growths
+        return chain
+
     def _tried(self, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
         """Run a step, and plan again with less as long as it takes more than it may."""
         limit, allowed = int(self.budget * (1 - SPARE)), schedule.peak_bytes
         for _ in range(TRIES):
-            seconds, peak = self._step(self._script(schedule, Room(limit - self.state_bytes)))
+            seconds, peak = self._step(self._script(schedule, limit - self.state_bytes))
             peak += self.state_bytes
             if peak <= self.budget:
-                return self._script(schedule, Room(limit)), Fit(
-                    self.budget, peak, seconds, 0, 0, 0, 0, schedule
-                )
+                facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule)
+                return self._script(schedule, limit), facts
             allowed, limit = allowed - (peak - self.budget), limit - (peak - self.budget)
             smaller = table.plan(allowed)
             if smaller is None:
@@ -145,7 +163,7 @@ class _Fitting:
             schedule = smaller
         raise RequestError(f"no schedule stayed below {amount(self.budget)}. Allow a little more memory.")
 
-    def _script(self, schedule: Checkpoints, room: Room) -> Script:
+    def _script(self, schedule: Checkpoints, limit_bytes: int) -> Script:
         return Script(
             self.staged.stages,
             self.recipes,
@@ -153,7 +171,7 @@ class _Fitting:
             self.staged.differentiable,
             schedule.actions,
             self.growths,
-            room,
+            Room(limit_bytes) if self.growths else None,
         )
 
     def _step(self, script: Script) -> tuple[float, int]:
@@ -189,11 +207,17 @@ class _Fitting:
                 )
 
     def _least(self, stage: int) -> int:
-        """What a stage needs at least in backward: its state, gradients after it, and of what it reads."""
+        """What a stage needs at least in backward: its state, gradients after it, and of what it reads.
+
+        A norm's gradient takes the place of the one that came.
+        """
         cut = self.staged
         after = [name for name in cut.states[stage + 1] if name in cut.differentiable]
         read = [name for name in cut.stages[stage].reads if name in cut.differentiable]
-        return self._bytes(cut.states[stage]) + self._bytes(after) + self._bytes(read)
+        fresh = self._bytes(read)
+        if isinstance(self.recipes[stage], Norm):
+            fresh -= min(fresh, self._bytes(cut.stages[stage].makes))
+        return self._bytes(cut.states[stage]) + self._bytes(after) + fresh
 
     def _bytes(self, names: Sequence[str]) -> int:
         memories = {self.staged.memory[name] for name in names if name in self.staged.memory}
@@ -205,6 +229,12 @@ class _Fitting:
             f"which {amount(base)} are the process, weights, gradients and the optimiser's state; {stage} "
             "needs most of the rest. Allow that much, or try a smaller batch or image."
         )
+
+
+def _planned(chain: Chain, room: int) -> tuple[Table, float]:
+    started = time.perf_counter()
+    table = Table(chain, max(room, 1))
+    return table, time.perf_counter() - started
 
 
 def _with_spare(num_bytes: int) -> int:

@@ -30,14 +30,18 @@ class _Meter:
     recipes: Sequence[Recipe]
     repeats: int
     resident: bool
+    keeping: Chain | None  # as measured where freed memory goes back
     known: dict[Hashable, tuple[Stage, Growth]]
 
     def measure(self, index: int, values: dict[str, Any]) -> tuple[Stage, Growth]:
         code = self.staged.stages[index]
         key = _key(code, values)
         if key not in self.known:
-            self.known[key] = self._stage(index, values), self._growth(index, values)
+            stage = self._stage(index, values)
+            self.known[key] = stage, self._growth(index, values, len(stage.modes))
         found, growth = self.known[key]
+        if self.keeping is not None:
+            return _with_times(self.keeping.stages[index], found), growth
         memory = self.staged.memory
         ids = [memory.get(name) for name in (*code.reads, *code.makes)]
         modes = tuple(
@@ -63,7 +67,12 @@ class _Meter:
             replay._present = dict(values)
             again_s.append(_timed(replay._advance, index))
             del replay
-        modes = tuple(self._mode(index, values, mode) for mode in range(self.recipes[index].modes))
+        if self.keeping is not None:
+            before = self.keeping.stages[index]
+            modes = tuple(self._mode(index, values, *mode) for mode in enumerate(before.modes))
+            return replace(before, first_s=min(first_s), again_s=min(again_s), modes=modes)
+        same = self._alike(index, values)
+        modes = tuple(self._mode(index, values, mode) for mode in range(same))
         with LiveBytes() as live:
             replay = self.replay(index, values)
             replay._advance(index)
@@ -74,7 +83,7 @@ class _Meter:
         extra = _work_space(most, self.replay(index, values)._advance, index) if self.resident else 0
         return Stage("", min(first_s), min(again_s), most - noted_bytes + extra, noted_bytes, modes)
 
-    def _mode(self, index: int, values: dict[str, Any], mode: int) -> Mode:
+    def _mode(self, index: int, values: dict[str, Any], mode: int, known: Mode | None = None) -> Mode:
         first_s, again_s, backward_s = [], [], []
         self.times()
         for _ in range(self.repeats):
@@ -85,7 +94,7 @@ class _Meter:
             self._give_gradients(index, replay)
             backward_s.append(_timed(replay._back, index))
             del replay
-        found = self._bytes(index, values, mode)
+        found = known or self._bytes(index, values, mode)
         blind_s = 0.0 if self.recipes[index].sees_blind else min(again_s)
         return replace(
             found,
@@ -95,13 +104,31 @@ class _Meter:
             backward_s=min(backward_s),
         )
 
-    def _growth(self, index: int, values: dict[str, Any]) -> Growth:
+    def _alike(self, index: int, values: dict[str, Any]) -> int:
+        """How many modes of a stage give the bits of the first: that may depend on torch's libraries."""
+        expected = None
+        for mode in range(self.recipes[index].modes):
+            replay = self.replay(index, values)
+            replay._tape(index, blind=False, mode=mode)
+            self._give_gradients(index, replay)
+            replay._back(index)
+            weights = [w for m in self.staged.stages[index].modules for w in m.parameters()]
+            found = [*replay._gradients.values(), *(w.grad for w in weights if w.grad is not None)]
+            self._clear_gradients(weights)
+            del replay
+            if expected is None:
+                expected = found
+            elif not all(torch.equal(one, two) for one, two in zip(expected, found, strict=True)):
+                return mode
+        return self.recipes[index].modes
+
+    def _growth(self, index: int, values: dict[str, Any], modes: int) -> Growth:
         """By how much the process grows where freed memory is kept, with none kept before."""
-        if not self.resident:
+        if self.keeping is None:
             return Growth(0, (), ())
         forward = _grown(self.replay(index, values)._advance, index)
         taped, backward = [], []
-        for mode in range(self.recipes[index].modes):
+        for mode in range(modes):
             replay = self.replay(index, values)
             taped.append(_grown(replay._tape, index, False, mode))
             self._give_gradients(index, replay)
@@ -110,13 +137,15 @@ class _Meter:
         return Growth(forward, tuple(taped), tuple(backward))
 
     def times(self) -> None:
-        if self.resident:
+        if self.keeping is not None:
             keep_freed_memory()
 
     def _give_gradients(self, index: int, replay: Replay) -> None:
         for name in self.staged.states[index + 1]:
             if name in self.staged.differentiable:
-                replay._gradients[name] = torch.ones_like(replay._present[name])
+                like = replay._present[name]
+                fixed = torch.Generator().manual_seed(0)
+                replay._gradients[name] = torch.empty_like(like).uniform_(-1, 1, generator=fixed)
         replay._present = {}
 
     def _bytes(self, index: int, values: dict[str, Any], mode: int) -> Mode:
@@ -234,14 +263,16 @@ def measure(
     repeats: int = REPEATS,
     *,
     resident: bool,
+    keeping: Chain | None = None,
     before: Callable[[int], None] = lambda stage: None,
 ) -> tuple[Chain, tuple[Growth, ...]]:
     """A chain with the times and bytes of this machine. The model is left as it was found.
 
     `resident`: bytes are those of the process, so that the work space of torch's libraries is among them;
-    otherwise of tensors only. `before` is called before each stage.
+    otherwise of tensors only. `keeping`: a chain so measured, of which only the times are measured anew,
+    with freed memory kept, and by how much the process then grows. `before` is called before each stage.
     """
-    meter = _Meter(staged, recipes, repeats, resident, {})
+    meter = _Meter(staged, recipes, repeats, resident, keeping, {})
     stages, growths = [], []
     with untouched(model):
         values: dict[str, Any] = dict(zip(staged.inputs, example, strict=True))
@@ -255,7 +286,18 @@ def measure(
             replay._advance(index)
             values = replay._present
             del replay
+    if keeping is not None:
+        return replace(keeping, stages=tuple(stages)), tuple(growths)
     return _chain(staged, stages), tuple(growths)
+
+
+def _with_times(stage: Stage, other: Stage) -> Stage:
+    """The bytes of one and the seconds of another."""
+    modes = tuple(
+        replace(m, first_s=o.first_s, again_s=o.again_s, blind_s=o.blind_s, backward_s=o.backward_s)
+        for m, o in zip(stage.modes, other.modes, strict=True)
+    )
+    return replace(stage, first_s=other.first_s, again_s=other.again_s, modes=modes)
 
 
 def _chain(staged: Staged, stages: Sequence[Stage]) -> Chain:

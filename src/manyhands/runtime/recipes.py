@@ -1,6 +1,6 @@
 """How a stage is computed: as the model has it, or in a way that takes less and gives the same bits.
 
-- A convolution whose result nobody reads is not computed for its backward.
+- A convolution whose result nobody reads is not computed for its backward, which may go sample by sample.
 - A batch norm, with an addition and an activation behind it: its statistics are measured once, its gradient
   takes the place of the one that came, and the activation keeps its result or one bit an element.
 - A max pool keeps one byte for each result, where in its window it was; torch keeps eight and the input.
@@ -23,6 +23,7 @@ from manyhands.runtime.tape import Box
 from manyhands.runtime.thrift import (
     Activation,
     Statistics,
+    gradient_of_convolution,
     gradient_of_norm,
     masked,
     packed,
@@ -116,18 +117,20 @@ class AsWritten:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution as it comes."""
+    """One convolution as it comes; in its second mode, backward of the images sample by sample."""
 
     code: Code
     module: nn.Conv2d
-    modes: int = 1
+    modes: int = 2
     sees_blind: bool = True
 
     def run(self, values: Values, notes: Notes, order: Order) -> Values:
-        if not order.blind:
+        if not (order.blind or order.mode):
             return self.code.run(values)
         images = values.pop(self.code.reads[0])
-        return {self.code.makes[0]: _Blind.apply(images, self.module.weight, self.module.bias, self.module)}
+        weights = self.module.weight, self.module.bias
+        made = _Convolved.apply(images, *weights, self.module, order.blind, bool(order.mode))
+        return {self.code.makes[0]: made}
 
 
 def _convolution(code: Code) -> Convolution | None:
@@ -138,26 +141,34 @@ def _convolution(code: Code) -> Convolution | None:
     return Convolution(code, module) if regular and len(code.makes) == 1 else None
 
 
-class _Blind(Function):
-    """A convolution that is only run backward."""
+class _Convolved(Function):
+    """A convolution with a backward of our own. If it is blind, nothing is computed forward."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Conv2d) -> Tensor:
-        ctx.save_for_backward(images, weight)
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        module, blind, ctx.by_samples = rest
+        ctx.save_for_backward(images)
         ctx.module = module
-        settings: tuple[Any, ...] = module.stride, module.padding, module.dilation, module.groups
-        like = functional.conv2d(images.to("meta"), weight.to("meta"), None, *settings)
-        return images.new_empty(()).expand(like.shape)
+        if blind:
+            return images.new_empty(()).expand(_result_shape(images, module))
+        result: Tensor = module._conv_forward(images, weight, bias)
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        images, weight = ctx.saved_tensors
-        module, wanted = ctx.module, list(ctx.needs_input_grad[:3])
-        sizes = None if module.bias is None else [weight.shape[0]]
-        settings = module.stride, module.padding, module.dilation, False, [0, 0], module.groups
-        found = torch.ops.aten.convolution_backward(gradients[0], images, weight, sizes, *settings, wanted)
-        return *(g if w else None for g, w in zip(found, wanted, strict=True)), None
+        (images,) = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:3])
+        found = gradient_of_convolution(gradients[0], images, ctx.module, wanted, by_samples=ctx.by_samples)
+        return *found, None, None, None
+
+
+def _result_shape(images: Tensor, module: nn.Conv2d) -> tuple[int, ...]:
+    def size(place: int) -> int:
+        padding, window = int(module.padding[place]), module.dilation[place] * (module.kernel_size[place] - 1)
+        return (images.shape[2 + place] + 2 * padding - window - 1) // module.stride[place] + 1
+
+    return images.shape[0], module.out_channels, size(0), size(1)
 
 
 @dataclass(frozen=True)

@@ -195,3 +195,36 @@ def _pool_settings(module: nn.MaxPool2d) -> tuple[Any, ...]:
 
 def _pair(value: Any) -> list[int]:
     return list(value) if isinstance(value, tuple | list) else [value, value]
+
+
+def gradient_of_convolution(
+    gradient: Tensor, images: Tensor, module: nn.Conv2d, wanted: list[bool], *, by_samples: bool
+) -> tuple[Any, ...]:
+    """Gradients of images, weight and bias.
+
+    `by_samples`: torch's libraries copy what they work on, so that of the images is computed sample by
+    sample, and the others after it. It depends on the libraries whether that gives the same bits.
+    """
+    whole = [*wanted]
+    of_images = None
+    if by_samples and wanted[0] and len(images) > 1:
+        of_images, whole[0] = torch.empty_like(images), False
+        for number in range(len(images)):
+            one = slice(number, number + 1)
+            of_images[one] = _gradient_of_convolution(
+                gradient[one], images[one], module, [True, False, False]
+            )[0]
+    found = _gradient_of_convolution(gradient, images, module, whole) if any(whole) else (None,) * 3
+    first = found[0] if of_images is None else of_images
+    return tuple(g if w else None for g, w in zip((first, *found[1:]), wanted, strict=True))
+
+
+def _gradient_of_convolution(
+    gradient: Tensor, images: Tensor, module: nn.Conv2d, wanted: list[bool]
+) -> tuple[Any, ...]:
+    sizes = None if module.bias is None else [module.out_channels]
+    settings = module.stride, module.padding, module.dilation, False, [0, 0], module.groups
+    found: tuple[Any, ...] = torch.ops.aten.convolution_backward(
+        gradient, images, module.weight, sizes, *settings, wanted
+    )
+    return found
