@@ -198,6 +198,30 @@ def plan(
 
 
 @app.command()
+def memory(
+    model: Model,
+    input: Input = None,
+    batches: Annotated[str, typer.Option("--batches", help="Batch sizes, by commas.")] = "1,4",
+    as_json: Json = False,
+) -> None:
+    """What training on one device takes: memory by time, and what fits into boards of 512 MB to 4 GB."""
+    sizes = [part.strip() for part in batches.split(",")]
+    if not all(size.isdigit() and int(size) > 0 for size in sizes):
+        raise RequestError(f"--batches {batches}: whole numbers, by commas.")
+    from manyhands.checkpointing import surveying
+    from manyhands.loading import default_input, parse_inputs
+
+    shapes = parse_inputs(input or default_input(model))
+    with busy(as_json) as status:
+        rows = []
+        for size in sizes:
+            status.update(f"measuring stages with batch {size} ...")
+            rows.append(surveying.survey(model, shapes, int(size)))
+    found = tuple(rows)
+    print(json.dumps(surveying.to_json(found))) if as_json else show(surveying.view(model, shapes, found))
+
+
+@app.command()
 def verify(
     model: Model,
     input: Input = None,

@@ -87,7 +87,7 @@ class _Fitting:
         self.staged = _staged(model, inputs)
         self.recipes = tuple(recipe_for(code) for code in self.staged.stages)
         self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
-        self.later_bytes = self.state_bytes + _gradient_bytes(model)
+        self.later_bytes = later_bytes(model, optimizer)
         self.growths: tuple[Growth, ...] = ()
 
     def found(self) -> tuple[Script, Staged, tuple[Tensor, ...], Fit]:
@@ -262,10 +262,11 @@ def _staged(model: nn.Module, inputs: tuple[Tensor, ...]) -> Staged:
     return found
 
 
-def _gradient_bytes(model: nn.Module) -> int:
-    """Of the gradients that are not there yet."""
+def later_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Gradients and the optimiser's state, as far as they are not there yet."""
     missing = (w for w in model.parameters() if w.requires_grad and w.grad is None)
-    return sum(weight.numel() * weight.element_size() for weight in missing)
+    gradients = sum(weight.numel() * weight.element_size() for weight in missing)
+    return gradients + _state_bytes(model, optimizer)
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

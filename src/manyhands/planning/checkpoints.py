@@ -121,9 +121,9 @@ class Table:
         """The fewest bytes beyond the first state with which the whole chain can be run."""
         whole = self.seconds(0, len(self.chain.stages))
         fits = np.flatnonzero(np.isfinite(whole))
-        return self._bytes(int(fits[0])) if len(fits) else None
+        return self.bytes_of(int(fits[0])) if len(fits) else None
 
-    def _bytes(self, slots: int) -> int:
+    def bytes_of(self, slots: int) -> int:
         return ceil(slots * self.slot_bytes) + self.chain.noted_bytes
 
     def plan(self, memory_bytes: int) -> Checkpoints | None:
@@ -136,7 +136,7 @@ class Table:
         enough = int(np.flatnonzero(row == row[slots])[0])  # more is of no use
         actions: list[Action] = []
         self._enter(actions, 0, length, enough, stored=False)
-        return Checkpoints(tuple(actions), float(row[slots]), self._bytes(enough))
+        return Checkpoints(tuple(actions), float(row[slots]), self.bytes_of(enough))
 
     def _enter(self, actions: list[Action], first: int, stop: int, slots: int, *, stored: bool) -> None:
         decision = int(self.decisions[first, stop][slots])

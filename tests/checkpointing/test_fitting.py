@@ -1,0 +1,130 @@
+"""manyhands.fit: a drop-in that trains as the model does, says what it cannot do, and keeps its budget."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands
+from manyhands.benches.budgets import Case, run
+from manyhands.emulation.cgroups import why_not
+from manyhands.models import build
+from manyhands.runtime.process import current_memory
+
+PLENTY = "64GB"
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(4, 1, 28, 28)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return build("demo").train()
+
+
+def _train(module: nn.Module, images: Tensor, steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(images).square().mean().backward()
+        optimizer.step()
+    return [tensor.clone() for tensor in module.state_dict().values()]
+
+
+def test_it_trains_as_the_model_does_to_the_bit(model: nn.Module, images: Tensor) -> None:
+    expected = _train(copy.deepcopy(model), images)
+    fitted = manyhands.fit(model, images, PLENTY)
+    found = _train(fitted, images)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+
+
+def test_fitting_leaves_the_model_and_the_random_stream_as_they_were(
+    model: nn.Module, images: Tensor
+) -> None:
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    fitted = manyhands.fit(model, images, PLENTY)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(
+        torch.equal(one, two) for one, two in zip(state.values(), model.state_dict().values(), strict=True)
+    )
+    assert all(weight.grad is None for weight in model.parameters())
+    assert list(fitted.state_dict()) == list(state) and isinstance(fitted, type(model))
+    assert [id(w) for w in fitted.parameters()] == [id(w) for w in model.parameters()]
+
+
+def test_fewer_samples_and_evaluation_are_fine(model: nn.Module, images: Tensor) -> None:
+    fitted = manyhands.fit(model, images, PLENTY)
+    assert fitted(images[:3]).shape == (3, 10)
+    with torch.no_grad():
+        assert torch.equal(fitted.eval()(images), model(images))
+
+
+def test_a_copy_has_weights_of_its_own_and_is_plain(model: nn.Module, images: Tensor) -> None:
+    fitted = manyhands.fit(model, images, PLENTY)
+    twin = copy.deepcopy(fitted)
+    assert type(twin) is type(model)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.zero_()
+    assert any(bool(weight.any()) for weight in fitted.parameters())
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(fitted)
+
+
+def test_what_has_changed_is_noticed(model: nn.Module, images: Tensor) -> None:
+    fitted = manyhands.fit(model, images, PLENTY)
+    with pytest.raises(manyhands.RequestError, match="or fewer samples"):
+        fitted(torch.cat([images, images]))
+    with pytest.raises(manyhands.RequestError, match="or fewer samples"):
+        fitted(images.double())
+    with pytest.raises(manyhands.RequestError, match="by position"):
+        fitted(images=images)
+    first = next(fitted.parameters())
+    first.requires_grad = False
+    with pytest.raises(manyhands.RequestError, match="has changed"):
+        fitted(images)
+    first.requires_grad = True
+    fitted.stem[1].eval()  # type: ignore[index]
+    with pytest.raises(manyhands.RequestError, match="has changed"):
+        fitted(images)
+    fitted.train()
+    handle = fitted.head.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+    with pytest.raises(manyhands.RequestError, match="has changed"):
+        fitted(images)
+    handle.remove()
+    loss = fitted(images).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(manyhands.RunError, match="second time"):
+        loss.backward()
+
+
+def test_too_little_memory_is_answered_with_what_would_do(model: nn.Module, images: Tensor) -> None:
+    with pytest.raises(manyhands.RequestError, match=r"the smallest schedule needs .*[MG]B, of which"):
+        manyhands.fit(model, images, current_memory() - 1)
+    with pytest.raises(manyhands.RequestError, match="is not an amount of memory"):
+        manyhands.fit(model, images, "plenty")
+
+
+class Branching(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images if images.sum() > 0 else -images
+
+
+def test_a_model_that_cannot_be_traced_is_refused(images: Tensor) -> None:
+    with pytest.raises(manyhands.RequestError, match="cannot be traced"):
+        manyhands.fit(Branching(), images, PLENTY)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+@pytest.mark.parametrize("part", [0.1, 0.6])
+def test_a_process_with_no_more_than_the_budget_is_not_killed(part: float) -> None:
+    (row,) = run([Case("resnet18", 96, 4, part)], lambda what: None)
+    assert row.verdict == "held" and row.within, row
