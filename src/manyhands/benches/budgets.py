@@ -50,10 +50,11 @@ class Case:
         return f"{self.model} at {self.size}, batch {self.batch}"
 
 
+GIB = 1 << 30  # a board of 2 GB has two of these
 # A ResNet-152 at 500x500 in the 2 GB of the paper on training on the edge, and large images on a small board.
 HEADLINE = (
-    Case("resnet152", 500, 8, memory_bytes=2 * 10**9),
-    Case("resnet50", 1500, 1, memory_bytes=1_300_000_000),
+    Case("resnet152", 500, 8, memory_bytes=2 * GIB),
+    Case("resnet50", 1500, 1, memory_bytes=int(1.3 * GIB)),
 )
 
 

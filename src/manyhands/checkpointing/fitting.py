@@ -20,12 +20,12 @@ from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
 from manyhands.runtime.allocator import Room, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
-from manyhands.runtime.recipes import Norm, recipe_for
+from manyhands.runtime.recipes import Convolution, Norm, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
 
 SPARE = 0.01  # of the budget: what a process needs now and then besides
-LOOSE = 1.3  # times the smallest schedule, from which on freed memory is kept
+LOOSE = 1.6  # times the smallest schedule, from which on freed memory is kept
 ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with then
 TIGHT = (1.0,)
 REPEATS = 2
@@ -199,6 +199,9 @@ class _Fitting:
         needs = [self._least(n) for n in range(len(self.staged.stages))]
         there = self._bytes(self.staged.states[stage])
         base = current_memory() - there + self.later_bytes
+        code = self.staged.stages[stage]
+        if isinstance(self.recipes[stage], Convolution):  # libraries copy what they work on
+            needs[stage] += self._bytes(code.reads) + self._bytes(code.makes)
         if stage == 0 or base + needs[stage] > self.budget:
             largest = max(range(len(needs)), key=needs.__getitem__)
             if base + needs[largest] > self.budget:

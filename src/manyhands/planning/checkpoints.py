@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
+from math import ceil, floor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class Table:
     def __init__(self, chain: Chain, memory_bytes: int, slots: int = SLOTS) -> None:
         self.chain, length = chain, len(chain.stages)
         self.slot_bytes = _slot_bytes(chain, memory_bytes, slots)
-        self.slots = max(0, int((memory_bytes - chain.noted_bytes) // self.slot_bytes))
+        self.slots = max(0, self._slots_in(memory_bytes))
         self.rests = _rests(chain)
         self.decisions: dict[tuple[int, int], NDArray[np.int16]] = {}
         self._walked = {
@@ -123,12 +123,15 @@ class Table:
         fits = np.flatnonzero(np.isfinite(whole))
         return self.bytes_of(int(fits[0])) if len(fits) else None
 
+    def _slots_in(self, memory_bytes: int) -> int:
+        return floor((memory_bytes - self.chain.noted_bytes) / self.slot_bytes + 1e-9)
+
     def bytes_of(self, slots: int) -> int:
         return ceil(slots * self.slot_bytes) + self.chain.noted_bytes
 
     def plan(self, memory_bytes: int) -> Checkpoints | None:
         """The fastest schedule within so many bytes beyond the first state; None: there is none."""
-        slots = min(int((memory_bytes - self.chain.noted_bytes) // self.slot_bytes), self.slots)
+        slots = min(self._slots_in(memory_bytes), self.slots)
         length = len(self.chain.stages)
         if slots < 0 or not np.isfinite(self.seconds(0, length)[slots]):
             return None

@@ -165,7 +165,7 @@ class Replay:
         for name, root, box in taped.roots:
             box.tensor = self._gradients.pop(name, None)
             if box.tensor is not None:
-                box.alone = name not in self._given and not self._shared(box.tensor)
+                box.alone = name not in self._given and self._is_alone(box.tensor)
                 starts.append(root)
         taped.roots.clear()
         if starts:
@@ -182,14 +182,19 @@ class Replay:
             self._gradients[name] = gradient
             return
         del self._gradients[name]
-        alone = name not in self._given and not self._shared(later)
+        alone = name not in self._given and self._is_alone(later)
         self._gradients[name] = later.add_(gradient) if alone else later + gradient
         self._given.discard(name)
 
-    def _shared(self, gradient: Tensor) -> bool:
-        """Is it in the same memory as the gradient of something else? Both sides of an addition have one."""
-        memory = gradient.untyped_storage()._cdata
-        return any(other.untyped_storage()._cdata == memory for other in self._gradients.values())
+    def _is_alone(self, gradient: Tensor) -> bool:
+        """May it be overwritten? It has its memory for itself, and fills it, as autograd asks for, too.
+
+        Both sides of an addition have one gradient; those of what was concatenated are parts of one.
+        """
+        storage = gradient.untyped_storage()
+        if storage.nbytes() != gradient.numel() * gradient.element_size():
+            return False
+        return all(other.untyped_storage()._cdata != storage._cdata for other in self._gradients.values())
 
     @contextmanager
     def _as_the_first_time(self, stage: int) -> Iterator[None]:
