@@ -23,6 +23,7 @@ from manyhands.ir.schedule import Action, Advance, Back, Chain, Mode, Restore, S
 
 Row = NDArray[np.float32] | NDArray[np.float64]
 SLOTS = 320  # into which memory is divided
+LONG = 150  # stages, from which on there are fewer
 FEW = 70  # stages, up to which any state may be stored
 _TAPED = -1  # a decision: tape the first stage in its first mode, -2 in its second; others: store that state
 
@@ -30,8 +31,9 @@ _TAPED = -1  # a decision: tape the first stage in its first mode, -2 in its sec
 class Table:
     """The least seconds of every part of a chain, by slots of memory beyond the part's first state."""
 
-    def __init__(self, chain: Chain, memory_bytes: int, slots: int = SLOTS) -> None:
+    def __init__(self, chain: Chain, memory_bytes: int, slots: int | None = None) -> None:
         self.chain, length = chain, len(chain.stages)
+        slots = slots or (SLOTS if length < LONG else SLOTS * LONG // length)
         self.slot_bytes = _slot_bytes(chain, memory_bytes, slots)
         self.slots = max(0, self._slots_in(memory_bytes))
         self.rests = _rests(chain)
