@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checkpointing.measuring import measure
-from manyhands.ir.schedule import Action, Back, Tape
+from manyhands.errors import RequestError, RunError
+from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
 from manyhands.models import ZOO, build
 from manyhands.planning.checkpoints import Table, plain
+from manyhands.planning.revolve import revolve
 from manyhands.runtime.recipes import Recipe, recipe_for
 from manyhands.runtime.replaying import Script, run
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
@@ -26,7 +28,7 @@ class Trial:
     def __init__(self, model: nn.Module, *inputs: Tensor) -> None:
         self.model, self.inputs = model, inputs
         self.cut: Staged = staged(model, inputs)
-        self.recipes: tuple[Recipe, ...] = tuple(recipe_for(code) for code in self.cut.stages)
+        self.recipes: list[Recipe] = [recipe_for(code) for code in self.cut.stages]
         self.chain, _ = measure(self.cut, self.recipes, inputs, model, 1, resident=False)
         self.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -46,7 +48,14 @@ class Trial:
         return [*found, *(b.clone() for b in self.model.buffers()), torch.get_rng_state()]
 
     def by(self, actions: tuple[Action, ...]) -> Callable[..., Any]:
-        script = Script(self.cut.stages, self.recipes, self.cut.states, self.cut.differentiable, actions)
+        script = Script(
+            self.cut.stages,
+            self.recipes,
+            self.cut.states,
+            self.cut.differentiable,
+            actions,
+            batch=len(self.inputs[0]),
+        )
 
         def forward(*inputs: Tensor) -> Any:
             values = run(
@@ -108,8 +117,6 @@ class Odd(nn.Module):
 
 def _one_by_one(trial: Trial, mode: int, blind: bool) -> tuple[Action, ...]:
     """Every stage is computed again right before its backward."""
-    from manyhands.ir.schedule import Advance, Restore, Store
-
     last = len(trial.chain.stages) - 1
     actions: list[Action] = []
     for stage in range(last):
@@ -130,13 +137,82 @@ def test_a_model_with_much_that_is_odd(mode: int, blind: bool) -> None:
     assert len(trial.chain.stages) > 10
     trial.require_same(_one_by_one(trial, mode, blind))
     trial.require_same(plain(trial.chain).actions)
+    trial.require_same(revolve(len(trial.chain.stages), 1))  # from the beginning each time
+
+
+class Branches(nn.Module):
+    """Read twice by one call, added to itself, weights that calls read themselves, parts of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((1, 8, 1, 1), 1.5))
+        self.place = nn.Parameter(torch.randn(8, 9, 9))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.relu(self.norms[0](self.conv(images) * self.scale))
+        square = hidden * hidden
+        summed = torch.relu(self.norms[1](square) + square) + hidden * self.scale
+        placed = torch.relu(self.norms[2](summed)) + self.place.unsqueeze(0)
+        return torch.cat([placed, hidden, square * self.scale], dim=1).flatten(1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_branches_of_all_kinds(batch: int, slots: int) -> None:
+    torch.manual_seed(0)
+    trial = Trial(Branches(), torch.randn(batch, 4, 9, 9))
+    trial.require_same(revolve(len(trial.chain.stages), slots))
+    trial.require_same(_one_by_one(trial, 1, True))
+
+
+def test_a_gradient_that_is_handed_in_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    trial = Trial(model, torch.randn(2, 3, 5, 5))
+    result = trial.by(_one_by_one(trial, 0, True))(*trial.inputs)
+    gradient = torch.randn_like(result)
+    before = gradient.clone()
+    result.backward(gradient)
+    assert torch.equal(before, gradient)
+
+
+def test_what_changes_between_forward_and_backward_is_noticed() -> None:
+    torch.manual_seed(0)
+    trial = Trial(Branches(), torch.randn(2, 4, 9, 9))
+    weight = next(trial.model.parameters())
+    for change in (trial.inputs[0].zero_, weight.zero_):
+        result = trial.by(_one_by_one(trial, 0, True))(*trial.inputs).sum()
+        with torch.no_grad():
+            change()
+        with pytest.raises(RunError, match="changed in place"):
+            result.backward()
+
+
+class Mistaken(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.conv = kind, nn.Conv2d(3, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.kind == "random":
+            return self.conv(images) + torch.randn(3, 1, 1)
+        return self.conv(images.mul_(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("random", "random numbers"), ("input", "overwrites the input")]
+)
+def test_what_could_not_be_computed_again_is_refused(kind: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        staged(Mistaken(kind), [torch.randn(1, 3, 4, 4)])
 
 
 def test_the_gradient_of_an_input_comes_back() -> None:
     torch.manual_seed(0)
     images = torch.randn(2, 3, 17, 19, requires_grad=True)
     trial = Trial(Odd(), images)
-    expected = torch.autograd.grad(trial.model(images)[0].sum(), images)[0]
     torch.manual_seed(3)
     trial.model.load_state_dict(trial.state)
     trial.model(images)[0].sum().backward()

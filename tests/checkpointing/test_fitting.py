@@ -62,7 +62,11 @@ def test_fitting_leaves_the_model_and_the_random_stream_as_they_were(
 
 def test_fewer_samples_and_evaluation_are_fine(model: nn.Module, images: Tensor) -> None:
     fitted = manyhands.fit(model, images, PLENTY)
-    assert fitted(images[:3]).shape == (3, 10)
+    twin = copy.deepcopy(model)
+    for module in (fitted, twin):
+        module(images[:3]).square().mean().backward()
+    pairs = zip(fitted.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(one.grad, two.grad) for one, two in pairs)  # type: ignore[arg-type]
     with torch.no_grad():
         assert torch.equal(fitted.eval()(images), model(images))
 
@@ -95,7 +99,15 @@ def test_what_has_changed_is_noticed(model: nn.Module, images: Tensor) -> None:
     fitted.stem[1].eval()  # type: ignore[index]
     with pytest.raises(manyhands.RequestError, match="has changed"):
         fitted(images)
+    with pytest.raises(manyhands.RequestError, match="no_grad"):
+        fitted.eval()(images)
     fitted.train()
+    with torch.autocast("cpu"), pytest.raises(manyhands.RequestError, match="autocast"):
+        fitted(images)
+    handle = fitted.head.register_forward_pre_hook(lambda *_: None)  # type: ignore[union-attr]
+    with pytest.raises(manyhands.RequestError, match="has changed"):
+        fitted(images)
+    handle.remove()
     handle = fitted.head.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
     with pytest.raises(manyhands.RequestError, match="has changed"):
         fitted(images)

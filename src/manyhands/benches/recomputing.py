@@ -115,7 +115,7 @@ class _Track:
     def ours(self) -> Callable[[int], Step | None]:
         """A step within so many bytes, if there is one."""
         cut = staged(self.model, [self.images])
-        recipes = tuple(recipe_for(code) for code in cut.stages)
+        recipes = [recipe_for(code) for code in cut.stages]
         chain, _ = measure(cut, recipes, [self.images], self.model, resident=False)
         names = result_names(cut.results)
 
@@ -183,7 +183,7 @@ def _race(name: str, rounds: int, tell: Callable[[str], None]) -> Result:
             if mine is not None:
                 rivals[add(OURS, f"as much as {segments} segments", mine)] = peer
     for part, limit in TARGETS.get(name, ()):
-        mine = within(int((part + 0.005) * track.plain_bytes))  # as a whole percent
+        mine = within(int(part * track.plain_bytes))
         if mine is not None:
             add(OURS, f"{part:.0%}", mine, limit)
     times = _in_turns(steps, rounds, tell)
@@ -228,7 +228,7 @@ def _table(result: Result) -> Table:
         bounds = [bound for bound in (point.limit, point.rival) if bound is not None]
         bound = f"x{min(bounds):.2f}" if bounds else ""
         mark = "" if point.within else " (!)"
-        exact = "to the bit" if point.exact else "no: running statistics"
+        exact = "to the bit" if point.exact else "no"
         table.add_row(point.who, point.what, f"{point.memory:.1%}", f"x{point.time:.2f}{mark}", bound, exact)
     return table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
 from manyhands.runtime.allocator import Room, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
-from manyhands.runtime.recipes import Convolution, Norm, recipe_for
+from manyhands.runtime.recipes import Convolution, Norm, is_watched, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
 
@@ -63,14 +64,22 @@ def fit(
     """
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
-    _check_inputs(inputs)
+    _check(model, inputs)
     fitting = _Fitting(model, inputs, budget, optimizer)
     return fitted(model, *fitting.found())
 
 
-def _check_inputs(inputs: tuple[Tensor, ...]) -> None:
-    if any(tensor.device.type != "cpu" for tensor in inputs):
-        raise RequestError("the example is not in the memory of the CPU: only training there can be fitted.")
+def _check(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    if any(tensor.device.type != "cpu" for tensor in (*inputs, *model.parameters())):
+        raise RequestError("model and example must be in the memory of the CPU: only that can be fitted.")
+    if not all(tensor.is_contiguous() for tensor in inputs):
+        raise RequestError("the example is not contiguous. Give example.contiguous(), and such images later.")
+    if "forward" in model.__dict__:
+        raise RequestError("the model has a forward of its own beside its class's: that would be lost.")
+    if torch.is_autocast_enabled("cpu"):
+        raise RequestError("a model cannot be fitted under autocast.")
+    if not forget_peak():
+        raise RequestError("this system does not tell the peak of a process (/proc/self/clear_refs).")
 
 
 class _Fitting:
@@ -85,7 +94,7 @@ class _Fitting:
     ) -> None:
         self.model, self.inputs, self.budget = model, inputs, budget
         self.staged = _staged(model, inputs)
-        self.recipes = tuple(recipe_for(code) for code in self.staged.stages)
+        self.recipes = [recipe_for(code) for code in self.staged.stages]
         self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = later_bytes(model, optimizer)
         self.growths: tuple[Growth, ...] = ()
@@ -172,6 +181,7 @@ class _Fitting:
             schedule.actions,
             self.growths,
             Room(limit_bytes) if self.growths else None,
+            len(self.inputs[0]) if self.inputs[0].dim() else None,
         )
 
     def _step(self, script: Script) -> tuple[float, int]:
@@ -261,8 +271,25 @@ def _staged(model: nn.Module, inputs: tuple[Tensor, ...]) -> Staged:
         raise RequestError(f"forward takes {len(found.inputs)} inputs; the example has {len(inputs)}.")
     odd = [name for name in result_names(found.results) if name not in found.memory]
     if odd:
-        raise RequestError(f"forward returns {odd[0]}, which is no tensor: such a model cannot be fitted.")
+        raise RequestError(f"forward returns {odd[0]}, which it does not compute as a tensor.")
+    called = {id(module) for code in found.stages for module in code.modules}
+    for name, module in model.named_modules():
+        if name and is_watched(module) and id(module) not in called:
+            raise RequestError(f"{name} has hooks, and what it holds is run without it. Remove them first.")
+    _refuse_hooked_and_shared(found)
     return found
+
+
+def _refuse_hooked_and_shared(cut: Staged) -> None:
+    """A weight of several stages gets its gradient in parts."""
+    uses = [Counter(code.weights) for code in cut.stages]
+    for weight in {weight for use in uses for weight in use}:
+        places = [use[weight] for use in uses if weight in use]
+        if len(places) > 1 and (_is_hooked(weight) or max(places) > 1):
+            raise RequestError(
+                f"a weight of {tuple(weight.shape)} is used in several places, and has hooks or is used "
+                "twice in one of them: its gradient would not be that of torch to the bit."
+            )
 
 
 def later_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -273,20 +300,22 @@ def later_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> in
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """What the optimiser keeps from its first step on."""
-    if optimizer is not None and optimizer.state:
-        return 0
-    trained = (weight for weight in model.parameters() if weight.requires_grad)
-    return sum(int(_copies(optimizer) * w.numel() * w.element_size()) for w in trained)
+    """What the optimiser keeps from its first step on, of weights of which it has nothing yet."""
+    if optimizer is None:  # as SGD with momentum
+        return sum(w.numel() * w.element_size() for w in model.parameters() if w.requires_grad)
+    return sum(
+        int(_copies(optimizer, group) * weight.numel() * weight.element_size())
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if weight.requires_grad and weight not in optimizer.state
+    )
 
 
-def _copies(optimizer: torch.optim.Optimizer | None) -> float:
+def _copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     """How many times a weight's own size an optimiser keeps of it, asked of one that has a small weight."""
-    if optimizer is None:
-        return 1.0
     weight = nn.Parameter(torch.zeros(8, 8))
     weight.grad = torch.zeros(8, 8)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    settings = {key: value for key, value in group.items() if key != "params"}
     kind: Any = type(optimizer)
     twin = kind([{"params": [weight], **settings}])
     twin.step()
@@ -301,16 +330,17 @@ class Fitted:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         how: _How = self.__dict__["_how"]
-        module = cast(nn.Module, self)
-        if not torch.is_grad_enabled() or not any(m.training for m in module.modules()):
-            return how.plain.forward(*args, **kwargs)
-        how.check(module, args, kwargs)
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        how.check(cast(nn.Module, self), args, kwargs)
         values = run(how.script, dict(zip(how.staged.inputs, args, strict=True)), how.names)
         return assembled(how.staged.results, values)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """A copy of its own weights has no schedule: it is plain."""
-        return copy.deepcopy(self.__dict__["_how"].plain, memo)
+        twin = copy.deepcopy(self.__dict__["_how"].plain, memo)
+        twin.training = cast(nn.Module, self).training
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a fitted model is of this process. Save its state_dict(), or the original model.")
@@ -331,26 +361,30 @@ class _How:
         if kwargs or len(args) != len(self.inputs):
             raise RequestError(f"a fitted model takes its {len(self.inputs)} inputs by position.")
         for given, (shape, dtype, with_gradient) in zip(args, self.inputs, strict=True):
-            same = given.shape[1:] == shape[1:] and given.dtype == dtype
+            same = given.shape[1:] == shape[1:] and given.dtype == dtype and given.is_contiguous()
             if not same or given.shape[:1] > shape[:1] or given.requires_grad != with_gradient:
                 raise RequestError(
-                    f"fitted for inputs of {tuple(shape)} ({dtype}), or fewer samples; this one has "
+                    f"fitted for contiguous inputs of {tuple(shape)} ({dtype}), or fewer samples; this has "
                     f"{tuple(given.shape)} ({given.dtype}). Call manyhands.fit with an example of it."
                 )
+        if torch.is_autocast_enabled("cpu"):
+            raise RequestError("a fitted model does not run under autocast: it was measured without.")
         if _likeness(module) != self.likeness:
             raise RequestError(
                 "the model has changed since it was fitted: a module, its mode or hooks, or which weights "
-                "are trained. Call manyhands.fit again."
+                "are trained. Call manyhands.fit again; to evaluate, use torch.no_grad()."
             )
 
 
 def _likeness(module: nn.Module) -> tuple[Any, ...]:
     """Equal as long as a script holds for a model."""
-    modules = tuple(
-        (id(inner), inner.training, len(inner._forward_hooks) + len(inner._backward_hooks))
-        for inner in list(module.modules())[1:]
-    )
-    return module.training, modules, tuple((id(w), w.requires_grad) for w in module.parameters())
+    modules = tuple((id(m), m.training, is_watched(m)) for m in list(module.modules())[1:])
+    weights = tuple((id(w), w.requires_grad, _is_hooked(w)) for w in module.parameters())
+    return module.training, modules, weights
+
+
+def _is_hooked(weight: nn.Parameter) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def fitted(

@@ -16,7 +16,7 @@ from manyhands.checkpointing.tracking import LiveBytes
 from manyhands.ir.schedule import Chain, Mode, Stage
 from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
-from manyhands.runtime.recipes import Recipe
+from manyhands.runtime.recipes import AsWritten, Recipe
 from manyhands.runtime.replaying import Growth, Replay, Script
 from manyhands.tracing.stages import StageCode, Staged
 
@@ -28,19 +28,22 @@ class _Meter:
     """What is found of the stages, those that are alike measured once."""
 
     staged: Staged
-    recipes: Sequence[Recipe]
+    recipes: list[Recipe]  # changed where one does not give the same bits here
     repeats: int
     resident: bool
     keeping: Chain | None  # as measured where freed memory goes back
-    known: dict[Hashable, tuple[Stage, Growth]]
+    known: dict[Hashable, tuple[Stage, Growth, bool]]
 
     def measure(self, index: int, values: dict[str, Any]) -> tuple[Stage, Growth]:
         code = self.staged.stages[index]
         key = _key(code, values)
         if key not in self.known:
             stage = self._stage(index, values)
-            self.known[key] = stage, self._growth(index, values, len(stage.modes))
-        found, growth = self.known[key]
+            growth = self._growth(index, values, len(stage.modes))
+            self.known[key] = stage, growth, isinstance(self.recipes[index], AsWritten)
+        found, growth, as_written = self.known[key]
+        if as_written:
+            self.recipes[index] = AsWritten(code)
         if self.keeping is not None:
             return _with_times(self.keeping.stages[index], found), growth
         memory = self.staged.memory
@@ -106,14 +109,18 @@ class _Meter:
         )
 
     def _alike(self, index: int, values: dict[str, Any]) -> int:
-        """How many modes of a stage give the bits of the first: that may depend on torch's libraries."""
-        expected = None
-        for mode in range(self.recipes[index].modes):
+        """How many modes of a stage give the bits of the model's own calls: that depends on libraries.
+
+        If not even the first does, the stage is computed as it is written.
+        """
+        own, expected = self.recipes[index], None
+        for mode in range(-1, own.modes):
+            self.recipes[index] = AsWritten(self.staged.stages[index]) if mode < 0 else own
             replay = self.replay(index, values)
-            replay._tape(index, blind=False, mode=mode)
+            replay._tape(index, blind=False, mode=max(0, mode))
             self._give_gradients(index, replay)
             replay._back(index)
-            weights = [w for m in self.staged.stages[index].modules for w in m.parameters()]
+            weights = self.staged.stages[index].weights
             given = [*replay._gradients.values(), *(w.grad for w in weights if w.grad is not None)]
             found = [_fingerprint(tensor) for tensor in given]  # to hold the tensors could be too much
             self._clear_gradients(weights)
@@ -121,8 +128,10 @@ class _Meter:
             if expected is None:
                 expected = found
             elif expected != found:
-                return mode
-        return self.recipes[index].modes
+                if mode == 0:
+                    self.recipes[index] = AsWritten(self.staged.stages[index])
+                return max(1, mode)
+        return own.modes
 
     def _growth(self, index: int, values: dict[str, Any], modes: int) -> Growth:
         """By how much the process grows where freed memory is kept, with none kept before."""
@@ -135,7 +144,7 @@ class _Meter:
             taped.append(_grown(replay._tape, index, False, mode))
             self._give_gradients(index, replay)
             backward.append(_grown(replay._back, index))
-            self._clear_gradients(w for m in self.staged.stages[index].modules for w in m.parameters())
+            self._clear_gradients(self.staged.stages[index].weights)
         return Growth(forward, tuple(taped), tuple(backward))
 
     def _timed(self, work: Callable[..., None], *args: Any) -> float:
@@ -176,7 +185,7 @@ class _Meter:
             del places
             kept.clear()
             self._give_gradients(index, replay)
-            weights = {weight for module in code.modules for weight in module.parameters()}
+            weights = set(code.weights)
             self._lay_gradients(weights)
             start = live.begin()
             replay._back(index)
@@ -206,7 +215,7 @@ class _Meter:
 def _fingerprint(tensor: Tensor) -> str:
     digest = hashlib.blake2b()
     for part in tensor.split(1) if tensor.dim() else (tensor,):
-        digest.update(part.contiguous().numpy().data)
+        digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -267,7 +276,7 @@ def _key(code: StageCode, values: dict[str, Any]) -> Hashable:
 
 def measure(
     staged: Staged,
-    recipes: Sequence[Recipe],
+    recipes: list[Recipe],
     example: Sequence[Tensor],
     model: nn.Module,
     repeats: int = REPEATS,

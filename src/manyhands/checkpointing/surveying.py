@@ -44,7 +44,7 @@ def survey(name: str, shapes: Shapes, batch: int) -> Row:
     model = load_model(name).train()
     images = [torch.randn(batch, *shape) for shape in shapes]
     cut = staged(model, images)
-    recipes = tuple(recipe_for(code) for code in cut.stages)
+    recipes = [recipe_for(code) for code in cut.stages]
     return_freed_memory()
     chain, _ = measure(cut, recipes, images, model, 2, resident=True)
     return_freed_memory()

@@ -42,7 +42,6 @@ class Room:
         self.limit_bytes = limit_bytes
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._keeps = False
 
     def __del__(self) -> None:
         os.close(self._statm)
@@ -51,21 +50,15 @@ class Room:
         """Before something that lets the process grow by so much if freed memory is kept."""
         if not self._fits(growth_bytes):
             _trimmed()
-        self._keep(self._fits(growth_bytes))
+        keep_freed_memory() if self._fits(growth_bytes) else _set(_returning(_THRESHOLD))
 
     def leave(self) -> None:
         """At the end of a step: others find everything given back."""
-        self._keep(False)
-        _trimmed()
+        return_freed_memory()
 
     def _fits(self, growth_bytes: int) -> bool:
         pages = int(os.pread(self._statm, 64, 0).split()[1])
         return pages * self._page_bytes + growth_bytes <= self.limit_bytes
-
-    def _keep(self, keeps: bool) -> None:
-        if keeps != self._keeps:
-            self._keeps = keeps
-            keep_freed_memory() if keeps else _set(_returning(_THRESHOLD))
 
 
 def _libc(name: str) -> Any:

@@ -46,6 +46,8 @@ class Code(Protocol):
     def makes(self) -> tuple[str, ...]: ...
     @property
     def modules(self) -> tuple[nn.Module, ...]: ...
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]: ...
     def run(self, values: Values) -> Values: ...
 
 
@@ -84,7 +86,7 @@ class Recipe(Protocol):
 
 def recipe_for(code: Code) -> Recipe:
     """The best way there is for a stage."""
-    if any(_is_watched(module) for module in code.modules):
+    if any(is_watched(module) for module in code.modules):
         return AsWritten(code)
     for make in (_convolution, _pool, _norm):
         found = make(code)
@@ -93,7 +95,7 @@ def recipe_for(code: Code) -> Recipe:
     return AsWritten(code)
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     """Would somebody notice if its forward were not called as it is?"""
     return bool(
         module._forward_hooks
@@ -232,8 +234,8 @@ class Norm:
     def run(self, values: Values, notes: Notes, order: Order) -> Values:
         images = values[self._images]
         added = None if self.added is None else values[self.added]
-        fits = images.dtype == torch.float32 and images.dim() == 4
-        if not fits or (added is not None and (added.shape, added.dtype) != (images.shape, images.dtype)):
+        fits = images.dtype == torch.float32 and images.dim() == 4 and images.is_contiguous()
+        if not fits or (added is not None and not _like(added, images)):
             return self.code.run(values)
         values.clear()
         (name,) = self.code.makes
@@ -253,8 +255,14 @@ class Norm:
         return result if self.activation is None else self.activation.apply_(result)
 
 
+def _like(one: Tensor, two: Tensor) -> bool:
+    return (one.shape, one.dtype, one.stride()) == (two.shape, two.dtype, two.stride())
+
+
 def _first(module: nn.BatchNorm2d, images: Tensor) -> tuple[Tensor, Statistics]:
     """As nn.BatchNorm2d does it, its counter and running statistics included."""
+    if images.numel() == images.shape[1]:  # as torch says it
+        raise ValueError(f"Expected more than 1 value per channel when training, got {images.shape}")
     factor = 0.0 if module.momentum is None else module.momentum
     if module.track_running_stats and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
@@ -324,13 +332,15 @@ def _norm(code: Code) -> Norm | None:
     module = modules[0]
     if type(module) is not nn.BatchNorm2d or not module.training or _weights_of_other_type(module):
         return None
-    result, calls = calls[0], calls[1:]
+    result, calls, calls_input = calls[0], calls[1:], calls[0].all_input_nodes[0]
     added = None
     if calls and calls[0].target in _ADDITIONS:
         call = calls.pop(0)
         if call.kwargs or len(call.args) != 2 or not all(isinstance(a, fx.Node) for a in call.args):
             return None
         first, second = call.args
+        if calls_input in (first, second):
+            return None  # it would be read twice: autograd adds up in another order
         if first is result and second is not result:
             added = second
         elif second is result and first is not result and _ADDITIONS[call.target]:

@@ -7,11 +7,11 @@ autograd alone while a stage runs backward, so that it is freed as soon as it is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from manyhands.errors import RunError
 from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
 from manyhands.runtime.allocator import Room
-from manyhands.runtime.recipes import Code, Notes, Order, Recipe, Values
+from manyhands.runtime.recipes import Code, Convolution, Norm, Notes, Order, Pool, Recipe, Values
 from manyhands.runtime.tape import Box, Root, Source
 
 
@@ -45,6 +45,7 @@ class Script:
     actions: tuple[Action, ...]
     growths: Sequence[Growth] = ()  # of each stage, for which room is made
     room: Room | None = None
+    batch: int | None = None  # for which modes were compared to the bit
 
 
 @dataclass
@@ -75,7 +76,9 @@ class Replay:
         self._taped: dict[int, _Taped] = {}
         self._before: dict[int, _Before] = {}
         self._notes = [Notes() for _ in script.stages]
-        self._given: set[str] = set()  # gradients that are not ours
+        self._given: list[Tensor] = []  # gradients that are not ours
+        self._versions: list[tuple[Any, int]] = []
+        self._smaller = False
         self._gradients: dict[str, Tensor] = {}
         self._anchor = torch.empty((), requires_grad=True)
         self._reached = 0  # stages that were run at least once
@@ -83,22 +86,35 @@ class Replay:
     def forward(self, inputs: Values) -> Values:
         """Up to the results."""
         self._present = dict(inputs)
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+        self._smaller = any(len(t) != self._script.batch for t in tensors if t.dim())
         while self._reached < len(self._script.stages):
             self._act(next(self._left))
+        weights = [weight for code in self._script.stages for weight in code.weights]
+        results = [value for value in self._present.values() if isinstance(value, Tensor)]
+        self._versions = [(ref(t), t._version) for t in (*tensors, *weights, *results)]
         return self._present
 
     def backward(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The rest. Gradients of weights are added to theirs; those of the inputs come back."""
         if not self._taped:
             raise RunError("backward a second time: what it needs was let go. Call the model once more.")
+        if any(t is not None and t._version != old for t, old in ((r(), v) for r, v in self._versions)):
+            raise RunError(
+                "an input, a weight or a result was changed in place between forward and backward, which "
+                "computes with it once more. Change it after backward."
+            )
         self._present = {}
-        self._gradients, self._given = gradients, set(gradients)
-        with torch.enable_grad(), _added_at_the_end(self._script.stages):
-            for action in self._left:
-                self._act(action)
-        found, self._gradients = self._gradients, {}
-        if self._script.room is not None:
-            self._script.room.leave()
+        self._gradients, self._given = gradients, list(gradients.values())
+        try:
+            with torch.enable_grad(), _added_at_the_end(self._script.stages):
+                for action in self._left:
+                    self._act(action)
+        finally:
+            found, self._gradients = self._gradients, {}
+            self._taped, self._stored, self._present, self._given = {}, {}, {}, []
+            if self._script.room is not None:
+                self._script.room.leave()
         return found
 
     def _act(self, action: Action) -> None:
@@ -131,14 +147,16 @@ class Replay:
 
     def _tape(self, stage: int, blind: bool, mode: int = 0) -> None:
         code, taped = self._script.stages[stage], _Taped(mode)
+        if self._smaller and isinstance(self._script.recipes[stage], Convolution):
+            mode = 0  # its other mode was compared for whole batches
         order = Order(True, mode, blind, {name: Box() for name in code.makes})
         if self._script.room is not None and not (blind and self._script.recipes[stage].sees_blind):
             self._script.room.make(self._script.growths[stage].taped[mode])
         with torch.enable_grad():
             values = {name: self._source(taped, name) for name in code.reads}
             carried = self._carried(stage)
-            uses = Counter(node.name for call in code.calls for node in call.all_input_nodes)
-            again = {name: values[name] for name in carried if name in taped.sources and uses[name] > 1}
+            once = isinstance(self._script.recipes[stage], Convolution | Norm | Pool)  # and not several times
+            again = {name: values[name] for name in carried if name in taped.sources and not once}
             self._present = {}  # what nobody needs any more is freed while the stage runs
             with self._as_the_first_time(stage):
                 made = self._script.recipes[stage].run(values, self._notes[stage], order)
@@ -165,7 +183,7 @@ class Replay:
         for name, root, box in taped.roots:
             box.tensor = self._gradients.pop(name, None)
             if box.tensor is not None:
-                box.alone = name not in self._given and self._is_alone(box.tensor)
+                box.alone = self._is_alone(box.tensor)
                 starts.append(root)
         taped.roots.clear()
         if starts:
@@ -182,9 +200,8 @@ class Replay:
             self._gradients[name] = gradient
             return
         del self._gradients[name]
-        alone = name not in self._given and self._is_alone(later)
+        alone = self._is_alone(later)
         self._gradients[name] = later.add_(gradient) if alone else later + gradient
-        self._given.discard(name)
 
     def _is_alone(self, gradient: Tensor) -> bool:
         """May it be overwritten? It has its memory for itself, and fills it, as autograd asks for, too.
@@ -192,9 +209,10 @@ class Replay:
         Both sides of an addition have one gradient; those of what was concatenated are parts of one.
         """
         storage = gradient.untyped_storage()
-        if storage.nbytes() != gradient.numel() * gradient.element_size():
+        if storage.nbytes() != gradient.numel() * gradient.element_size() or _is_viewed(storage):
             return False
-        return all(other.untyped_storage()._cdata != storage._cdata for other in self._gradients.values())
+        others = (*self._gradients.values(), *self._given)
+        return all(other.untyped_storage()._cdata != storage._cdata for other in others)
 
     @contextmanager
     def _as_the_first_time(self, stage: int) -> Iterator[None]:
@@ -224,6 +242,12 @@ class Replay:
                 torch.set_rng_state(present)
 
 
+def _is_viewed(storage: torch.UntypedStorage) -> bool:
+    """Does another tensor lie in this memory, such as a weight's gradient that is a view of it?"""
+    holders = torch._C._storage_Use_Count(storage._cdata)
+    return bool(holders > 2)  # the tensor, and this object
+
+
 def _bare(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
@@ -242,15 +266,17 @@ def _added_at_the_end(stages: Sequence[Code]) -> Iterator[None]:
     seen: set[Tensor] = set()
     shared: set[Tensor] = set()
     for stage in stages:
-        weights = {weight for module in stage.modules for weight in module.parameters()}
+        weights = set(stage.weights)
         shared |= weights & seen
         seen |= weights
     earlier = {weight: weight.grad for weight in shared if weight.grad is not None}
     for weight in earlier:
         weight.grad = None
-    yield
-    for weight, gradient in earlier.items():
-        weight.grad = gradient if weight.grad is None else gradient.add_(weight.grad)
+    try:
+        yield
+    finally:
+        for weight, gradient in earlier.items():
+            weight.grad = gradient if weight.grad is None else gradient.add_(weight.grad)
 
 
 class _Boundary(Function):

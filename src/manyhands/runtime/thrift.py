@@ -108,8 +108,12 @@ class Activation:
         return images.relu_() if self.high == float("inf") else images.clamp_(self.low, self.high)
 
     def passes(self, result: Tensor) -> Tensor:
-        above = result > self.low
-        return above if self.high == float("inf") else above.logical_and_(result < self.high)
+        if self.slope:
+            return result > self.low
+        stops = result <= self.low  # so that what is no number passes, as torch has it
+        if self.high != float("inf"):
+            stops.logical_or_(result >= self.high)
+        return stops.logical_not_()
 
     def backward(self, gradient: Tensor, result: Tensor, *, in_place: bool) -> Tensor:
         target = gradient if in_place else torch.empty_like(gradient)

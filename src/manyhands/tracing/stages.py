@@ -7,6 +7,7 @@ next one that reads its result, if no backward needs that, since there is always
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from manyhands.errors import RequestError
-from manyhands.tracing.fx import Walk, walk, where
+from manyhands.tracing.fx import ONE_AT_A_TIME, Walk, Walker, walk, where
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class StageCode:
     def modules(self) -> tuple[nn.Module, ...]:
         paths = (call.target for call in self.calls if call.op == "call_module")
         return tuple(self.root.get_submodule(str(path)) for path in paths)
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """Those of its modules, and those that its calls read themselves; as often as they are read."""
+        own = [weight for module in self.modules for weight in module.parameters()]
+        nodes = (node for call in self.calls for node in call.all_input_nodes if node.op == "get_attr")
+        read = (_attribute(self.root, str(node.target)) for node in nodes)
+        return (*own, *(value for value in read if isinstance(value, nn.Parameter)))
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values given are let go as soon as they are no longer read."""
@@ -78,6 +87,7 @@ class Staged:
 
 def staged(model: nn.Module, example: Sequence[Tensor]) -> Staged:
     """Cut a model wherever it can be cut."""
+    _refuse_random_constants(model)
     walked = walk(model, example)
     _refuse_changed_attributes(walked)
     calls = [node for node in walked.calls.nodes if node.op.startswith("call_")]
@@ -86,6 +96,7 @@ def staged(model: nn.Module, example: Sequence[Tensor]) -> Staged:
     inputs = [node for node in walked.calls.nodes if node.op == "placeholder"]
     output = next(node for node in walked.calls.nodes if node.op == "output")
     facts = _Facts(model, walked, example)
+    facts.refuse_changed(inputs)
     states = _states(inputs, calls, output)
     cuts = [0, *(n for n in range(1, len(calls)) if facts.may_cut(calls, states, n)), len(calls)]
     stages = []
@@ -153,6 +164,23 @@ def _states(
     ]
 
 
+def _refuse_random_constants(model: nn.Module) -> None:
+    """What is drawn without regard to the input would be drawn once, when the model is traced."""
+    before = torch.get_rng_state(), random.getstate()
+    with ONE_AT_A_TIME:
+        try:
+            Walker().trace(model)
+        except Exception:
+            return  # `walk` says why
+    if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        raise RequestError(
+            f"{type(model).__name__} draws random numbers that do not follow from its input, such as "
+            "torch.randn(8): use torch.randn_like, or a module such as nn.Dropout."
+        )
+
+
 def _refuse_changed_attributes(walked: Walk) -> None:
     for call, changed in walked.overwrites.items():
         for node in changed:
@@ -177,6 +205,15 @@ class _Facts:
             n for n, v in recorder.values.items() if isinstance(v, Tensor) and v.requires_grad
         }
         self._held = recorder.values  # so that no other tensor lies in the same memory
+
+    def refuse_changed(self, inputs: Sequence[fx.Node]) -> None:
+        """A stage that overwrites what the model is given could not be run a second time."""
+        given = set().union(*(self._memories[node] for node in inputs))
+        for call, changed in self._walked.overwrites.items():
+            if any(self._memories[node] & given for node in changed):
+                raise RequestError(
+                    f"{where(call)} overwrites the input. Use a form that returns a new tensor."
+                )
 
     def may_cut(self, calls: Sequence[fx.Node], states: Sequence[tuple[fx.Node, ...]], place: int) -> bool:
         alive = [node for node in states[place] if isinstance(self._held[node], Tensor)]
