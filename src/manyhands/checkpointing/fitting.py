@@ -246,7 +246,7 @@ class _Fitting:
 
 def _planned(chain: Chain, room: int) -> tuple[Table, float]:
     started = time.perf_counter()
-    table = Table(chain, max(room, 1))
+    table = Table(chain, max(1, min(room, plain(chain).peak_bytes)))  # more than all is of no use
     return table, time.perf_counter() - started
 
 
