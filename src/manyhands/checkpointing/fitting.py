@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import gc
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpointing.fitted import Fit, fitted, is_hooked
 from manyhands.checkpointing.measuring import measure, untouched
+from manyhands.consoles import busy
 from manyhands.errors import RequestError
 from manyhands.ir.schedule import Chain
 from manyhands.loading import parse_bytes
@@ -23,7 +25,7 @@ from manyhands.runtime.allocator import Room, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import Convolution, Norm, is_watched, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
-from manyhands.tracing.stages import Staged, assembled, result_names, staged
+from manyhands.tracing.stages import Staged, result_names, staged
 
 SPARE = 0.01  # of the budget: what a process needs now and then besides
 LOOSE = 1.6  # times the smallest schedule, from which on freed memory is kept
@@ -31,20 +33,6 @@ ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules
 TIGHT = (1.0,)
 REPEATS = 2
 TRIES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What was found out about a model and a budget. Bytes are of the whole process, seconds of a step."""
-
-    memory_bytes: int
-    foreseen_bytes: int  # its peak, as a step on this device had it
-    seconds: float  # without the optimiser
-    plain_bytes: int  # estimated, with everything kept
-    plain_s: float
-    least_bytes: int  # with the smallest schedule there is
-    planning_s: float
-    schedule: Checkpoints
 
 
 def fit(
@@ -65,11 +53,14 @@ def fit(
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     _check(model, inputs)
-    fitting = _Fitting(model, inputs, budget, optimizer)
-    return fitted(model, *fitting.found())
+    with busy(not sys.stderr.isatty()) as status:
+        fitting = _Fitting(model, inputs, budget, optimizer, lambda what: status.update(f"{what} ..."))
+        return fitted(model, *fitting.found())
 
 
 def _check(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    if not inputs or not all(isinstance(tensor, Tensor) for tensor in inputs):
+        raise RequestError("the example must be a tensor, or one for each input of the model.")
     if any(tensor.device.type != "cpu" for tensor in (*inputs, *model.parameters())):
         raise RequestError("model and example must be in the memory of the CPU: only that can be fitted.")
     if not all(tensor.is_contiguous() for tensor in inputs):
@@ -91,13 +82,16 @@ class _Fitting:
         inputs: tuple[Tensor, ...],
         budget: int,
         optimizer: torch.optim.Optimizer | None,
+        tell: Callable[[str], None],
     ) -> None:
+        self.tell = tell
         self.model, self.inputs, self.budget = model, inputs, budget
         self.staged = _staged(model, inputs)
         self.recipes = [recipe_for(code) for code in self.staged.stages]
         self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = later_bytes(model, optimizer)
         self.growths: tuple[Growth, ...] = ()
+        self.needs = [self._least(stage) for stage in range(len(self.staged.stages))]
 
     def found(self) -> tuple[Script, Staged, tuple[Tensor, ...], Fit]:
         """A script that was tried, and what was found."""
@@ -113,7 +107,7 @@ class _Fitting:
             smallest = Table(chain, plain(chain).peak_bytes).least_bytes
             assert smallest is not None
             stage = chain.stages[_largest(chain)].name
-            raise self._too_little(_with_spare(base + smallest), base, stage)
+            raise self._too_little(with_spare(base + smallest), base, stage)
         parts: tuple[float, ...] = TIGHT
         if room > LOOSE * least:  # enough to keep what is freed
             chain = self._measured(chain)
@@ -133,7 +127,7 @@ class _Fitting:
             best[1],
             plain_bytes=base + everything.peak_bytes,
             plain_s=everything.seconds,
-            least_bytes=_with_spare(base + least),
+            least_bytes=with_spare(base + least),
             planning_s=planning_s,
         )
         return best[0], self.staged, self.inputs, facts
@@ -186,6 +180,7 @@ class _Fitting:
 
     def _step(self, script: Script) -> tuple[float, int]:
         """How long a step takes, and the peak of the process."""
+        self.tell("trying a step")
         return_freed_memory()
         names = result_names(self.staged.results)
         with untouched(self.model):
@@ -205,8 +200,9 @@ class _Fitting:
 
     def _refuse_early(self, stage: int) -> None:
         """Before a stage is measured that would not fit, or any if the largest one cannot fit."""
+        self.tell(f"measuring stage {stage + 1} of {len(self.staged.stages)}")
         return_freed_memory()
-        needs = [self._least(n) for n in range(len(self.staged.stages))]
+        needs = list(self.needs)
         there = self._bytes(self.staged.states[stage])
         base = current_memory() - there + self.later_bytes
         code = self.staged.stages[stage]
@@ -250,7 +246,7 @@ def _planned(chain: Chain, room: int) -> tuple[Table, float]:
     return table, time.perf_counter() - started
 
 
-def _with_spare(num_bytes: int) -> int:
+def with_spare(num_bytes: int) -> int:
     return int(num_bytes / (1 - SPARE)) + 1
 
 
@@ -285,7 +281,7 @@ def _refuse_hooked_and_shared(cut: Staged) -> None:
     uses = [Counter(code.weights) for code in cut.stages]
     for weight in {weight for use in uses for weight in use}:
         places = [use[weight] for use in uses if weight in use]
-        if len(places) > 1 and (_is_hooked(weight) or max(places) > 1):
+        if len(places) > 1 and (is_hooked(weight) or max(places) > 1):
             raise RequestError(
                 f"a weight of {tuple(weight.shape)} is used in several places, and has hooks or is used "
                 "twice in one of them: its gradient would not be that of torch to the bit."
@@ -321,79 +317,3 @@ def _copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     twin.step()
     kept = [value for value in twin.state[weight].values() if isinstance(value, Tensor)]
     return sum(value.numel() * value.element_size() for value in kept if value.numel() > 1) / 256
-
-
-class Fitted:
-    """Put before a model's own class: forward by a schedule."""
-
-    fit: Fit
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        how: _How = self.__dict__["_how"]
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        how.check(cast(nn.Module, self), args, kwargs)
-        values = run(how.script, dict(zip(how.staged.inputs, args, strict=True)), how.names)
-        return assembled(how.staged.results, values)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """A copy of its own weights has no schedule: it is plain."""
-        twin = copy.deepcopy(self.__dict__["_how"].plain, memo)
-        twin.training = cast(nn.Module, self).training
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a fitted model is of this process. Save its state_dict(), or the original model.")
-
-
-@dataclass(frozen=True)
-class _How:
-    """By which script a fitted module runs, and what must not have changed since."""
-
-    plain: nn.Module
-    script: Script
-    staged: Staged
-    inputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    names: tuple[str, ...]
-    likeness: tuple[Any, ...]
-
-    def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs or len(args) != len(self.inputs):
-            raise RequestError(f"a fitted model takes its {len(self.inputs)} inputs by position.")
-        for given, (shape, dtype, with_gradient) in zip(args, self.inputs, strict=True):
-            same = given.shape[1:] == shape[1:] and given.dtype == dtype and given.is_contiguous()
-            if not same or given.shape[:1] > shape[:1] or given.requires_grad != with_gradient:
-                raise RequestError(
-                    f"fitted for contiguous inputs of {tuple(shape)} ({dtype}), or fewer samples; this has "
-                    f"{tuple(given.shape)} ({given.dtype}). Call manyhands.fit with an example of it."
-                )
-        if torch.is_autocast_enabled("cpu"):
-            raise RequestError("a fitted model does not run under autocast: it was measured without.")
-        if _likeness(module) != self.likeness:
-            raise RequestError(
-                "the model has changed since it was fitted: a module, its mode or hooks, or which weights "
-                "are trained. Call manyhands.fit again; to evaluate, use torch.no_grad()."
-            )
-
-
-def _likeness(module: nn.Module) -> tuple[Any, ...]:
-    """Equal as long as a script holds for a model."""
-    modules = tuple((id(m), m.training, is_watched(m)) for m in list(module.modules())[1:])
-    weights = tuple((id(w), w.requires_grad, _is_hooked(w)) for w in module.parameters())
-    return module.training, modules, weights
-
-
-def _is_hooked(weight: nn.Parameter) -> bool:
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-
-
-def fitted(
-    model: nn.Module, script: Script, cut: Staged, inputs: tuple[Tensor, ...], facts: Fit
-) -> nn.Module:
-    """The model under another class, with the same weights and names."""
-    twin = copy.copy(model)
-    twin.__class__ = type(f"Fitted{type(model).__name__}", (Fitted, type(model)), {})
-    shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in inputs)
-    twin.__dict__["_how"] = _How(model, script, cut, shapes, result_names(cut.results), _likeness(model))
-    twin.__dict__["fit"] = facts
-    return twin

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from manyhands.checkpointing.tracking import LiveBytes
 from manyhands.ir.schedule import Chain, Mode, Stage
@@ -63,6 +63,7 @@ class _Meter:
         return replay
 
     def _stage(self, index: int, values: dict[str, Any]) -> Stage:
+        same = self._alike(index, values) if self.keeping is None else 0
         first_s, again_s = [], []
         self.times()
         for _ in range(self.repeats):
@@ -75,7 +76,6 @@ class _Meter:
             before = self.keeping.stages[index]
             modes = tuple(self._mode(index, values, *mode) for mode in enumerate(before.modes))
             return replace(before, first_s=min(first_s), again_s=min(again_s), modes=modes)
-        same = self._alike(index, values)
         modes = tuple(self._mode(index, values, mode) for mode in range(same))
         with LiveBytes() as live:
             replay = self.replay(index, values)
@@ -264,14 +264,25 @@ def _key(code: StageCode, values: dict[str, Any]) -> Hashable:
         module = next(modules) if call.op == "call_module" else None
         what = repr(module) + str(module.training) if module is not None else str(call.target)
         frozen = () if module is None else tuple(w.requires_grad for w in module.parameters())
-        read = tuple((places.get(n.name), inner.get(n.name)) for n in call.all_input_nodes)
-        rest = tuple(str(a) for a in (*call.args, *call.kwargs.items()) if not hasattr(a, "op"))
-        calls.append((call.op, what, frozen, read, rest if module is None and not read else len(rest)))
+        given = fx.map_arg(
+            (call.args, call.kwargs), lambda n: str((places.get(n.name), inner.get(n.name), _shape(n, code)))
+        )
+        calls.append((call.op, what, frozen, str(given)))
     shapes = tuple(
         (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else str(v)
         for v in (values[n] for n in code.reads)
     )
     return tuple(calls), shapes, tuple(inner[name] for name in code.makes)
+
+
+def _shape(node: fx.Node, code: StageCode) -> str:
+    """Of what a call reads of the model itself."""
+    value = code.root.get_parameter(str(node.target)) if _is_weight(node, code) else None
+    return "" if value is None else f"{tuple(value.shape)} {value.requires_grad}"
+
+
+def _is_weight(node: fx.Node, code: StageCode) -> bool:
+    return node.op == "get_attr" and any(name == node.target for name, _ in code.root.named_parameters())
 
 
 def measure(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from rich.table import Table as View
 
-from manyhands.checkpointing.fitting import SPARE, later_bytes
+from manyhands.checkpointing.fitting import SPARE, later_bytes, with_spare
 from manyhands.checkpointing.measuring import measure
 from manyhands.loading import load_model
 from manyhands.planning.checkpoints import Table, plain
@@ -62,23 +62,19 @@ def survey(name: str, shapes: Shapes, batch: int) -> Row:
 
     def smallest(factor: float) -> int:
         slots = int(np.flatnonzero(seconds <= factor * quickest)[0])
-        return _whole(base + table.bytes_of(slots))
+        return with_spare(base + table.bytes_of(slots))
 
     slowest = within(least)
     assert slowest is not None
     return Row(
         batch,
-        _whole(base + everything.peak_bytes),
+        with_spare(base + everything.peak_bytes),
         everything.seconds,
         {factor: smallest(factor) for factor in FACTORS},
-        _whole(base + least),
+        with_spare(base + least),
         slowest,
         {board: within(int(board * (1 - SPARE)) - base) for board in BOARDS},
     )
-
-
-def _whole(num_bytes: int) -> int:
-    return int(num_bytes / (1 - SPARE))
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:

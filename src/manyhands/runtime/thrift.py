@@ -42,46 +42,37 @@ def gradient_of_norm(
     in_place: bool,
 ) -> tuple[Any, Any, Any]:
     """Gradients of what was normed, of weight and bias. A few channels at a time: they do not mix."""
+
+    def of(gradient: Tensor, images: Tensor, part: slice) -> list[Any]:
+        found = torch.ops.aten.native_batch_norm_backward(
+            gradient,
+            images,
+            None if weight is None else weight[part],
+            None,
+            None,
+            statistics.mean[part],
+            statistics.inverse[part],
+            True,
+            eps,
+            list(wanted),
+        )
+        return [tensor if wants else None for tensor, wants in zip(found, wanted, strict=True)]
+
     channels = images.shape[1]
     count = max(1, images.numel() * images.element_size() // BLOCK_BYTES)
     contiguous = images.is_contiguous() and gradient.is_contiguous()
     if count == 1 or not contiguous or not wanted[0]:
-        return _gradient_of_norm(gradient, images, weight, statistics, eps, wanted, slice(None))
+        first, second, third = of(gradient, images, slice(None))
+        return first, second, third
     result = gradient if in_place else torch.empty_like(images)
     size = -(-channels // count)
     others = []
     for start in range(0, channels, size):
         part = slice(start, start + size)
-        some = gradient[:, part].contiguous(), images[:, part].contiguous()
-        result[:, part], *other = _gradient_of_norm(*some, weight, statistics, eps, wanted, part)
+        result[:, part], *other = of(gradient[:, part].contiguous(), images[:, part].contiguous(), part)
         others.append(other)
     weights, biases = zip(*others, strict=True)
     return result, torch.cat(weights) if wanted[1] else None, torch.cat(biases) if wanted[2] else None
-
-
-def _gradient_of_norm(
-    gradient: Tensor,
-    images: Tensor,
-    weight: Tensor | None,
-    statistics: Statistics,
-    eps: float,
-    wanted: tuple[bool, bool, bool],
-    part: slice,
-) -> tuple[Any, Any, Any]:
-    found = torch.ops.aten.native_batch_norm_backward(
-        gradient,
-        images,
-        None if weight is None else weight[part],
-        None,
-        None,
-        statistics.mean[part],
-        statistics.inverse[part],
-        True,
-        eps,
-        list(wanted),
-    )
-    first, second, third = (tensor if wants else None for tensor, wants in zip(found, wanted, strict=True))
-    return first, second, third
 
 
 @dataclass(frozen=True)
