@@ -18,13 +18,14 @@ from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, StepSample
 from manyhands.loading import load_model
 from manyhands.runtime.allocator import return_freed_memory
+from manyhands.runtime.computing import Batch
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.process import current_memory
 from manyhands.runtime.ranks import Place, say
 from manyhands.runtime.rehearsing import Rehearsal, Round, Silence
 from manyhands.runtime.transport import Gloo
 from manyhands.runtime.weights import split_weights
-from manyhands.runtime.worker import Batch, Worker
+from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, mean_square
 from manyhands.tracing.graphs import Traced, trace
 

@@ -21,11 +21,12 @@ from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.planning.lowering import Lowered
 from manyhands.runtime.allocator import return_freed_memory
+from manyhands.runtime.computing import Batch
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.process import current_memory, peak_memory
 from manyhands.runtime.ranks import Place, say
 from manyhands.runtime.transport import Gloo
-from manyhands.runtime.worker import Batch, Worker
+from manyhands.runtime.worker import Worker
 from manyhands.tracing.graphs import trace
 from manyhands.verifying import Held, Outcome, make_trial
 from manyhands.verifying import train as train_trial

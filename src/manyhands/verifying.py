@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Dropout, Graph
+from manyhands.runtime.computing import Batch
 from manyhands.runtime.dropout import mask
 from manyhands.runtime.weights import Weights, find_tensor
-from manyhands.runtime.worker import Batch, Worker
+from manyhands.runtime.worker import Worker
 
 TOLERANCE = 1e-9
 MOMENTUM = 0.9

@@ -13,11 +13,11 @@ from manyhands import api
 from manyhands.ir.graph import Convolve, Input
 from manyhands.loading import load_model
 from manyhands.planning.lowering import Lowered
+from manyhands.runtime.computing import Batch
 from manyhands.runtime.inprocess import run_in_process
 from manyhands.runtime.rehearsing import Rehearsal, Silence
 from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import split_weights
-from manyhands.runtime.worker import Batch
 from manyhands.tracing.graphs import Traced
 
 MODEL = load_model("demo", seed=1)

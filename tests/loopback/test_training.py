@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from manyhands.api import lower, make_worker, plan, trace
 from manyhands.errors import RequestError
 from manyhands.planning.lowering import Lowered
+from manyhands.runtime.computing import Batch
 from manyhands.runtime.inprocess import run_in_process
 from manyhands.runtime.transport import Loopback
-from manyhands.runtime.worker import Batch
 from manyhands.verifying import Outcome, compare, make_trial, reference, train
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -32,6 +32,7 @@ from tests.loopback.random_models import random_model
 from tests.loopback.random_plans import Wish, random_wish
 
 STEPS = 3
+REDO = (0, 1, 1, 2, 100)  # samples at a time; 0: kept
 IN_FLIGHT = (0, 400, 64 << 20)  # bytes: a step waits for its weights, or leaves them to the next
 
 
@@ -63,8 +64,16 @@ def draw(seed: int) -> Case | None:
     except RequestError as error:
         assert "nothing to do" in str(error) or "cannot be cut" in str(error), f"seed {seed}: {error}"
         return None
-    chosen = replace(chosen, in_flight_bytes=Random(seed).choice(IN_FLIGHT))
+    chosen = replace(_redone(chosen, Random(seed)), in_flight_bytes=Random(seed).choice(IN_FLIGHT))
     return Case(seed, model, traced, wish, chosen, make_trial(traced.graph, example, steps=STEPS))
+
+
+def _redone(chosen: Plan, rng: Random) -> Plan:
+    """The plan, in two of three cases with some segments computed a second time in backward."""
+    if rng.random() < 1 / 3:
+        return chosen
+    segments = tuple(replace(segment, redo=rng.choice(REDO)) for segment in chosen.segments)
+    return replace(chosen, segments=segments)
 
 
 def _trainable(rng: Random) -> tuple[nn.Module, tuple[Tensor, ...]]:

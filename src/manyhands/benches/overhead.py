@@ -17,10 +17,10 @@ from manyhands.ir.codec import encode
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.measuring import graph_of
+from manyhands.runtime.computing import Batch
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.ranks import launch
 from manyhands.runtime.transport import Loopback, Mailroom
-from manyhands.runtime.worker import Batch
 from manyhands.tasks import MeasureJob, mean_square, random_inputs
 
 CASES = (("yolov2-16", (3, 416, 416), 4), ("resnet18", (3, 224, 224), 4))

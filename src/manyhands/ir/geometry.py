@@ -94,6 +94,15 @@ class Tile:
         return ",".join(str(span) for span in self.spans)
 
 
+def samples_at_a_time(tile: Tile, count: int) -> tuple[Tile, ...]:
+    """The tile cut into some of its samples (its first dimension) after others; a count of 0: all at once."""
+    if not count or len(tile.spans[0]) <= count:
+        return (tile,)
+    first, stop = tile.spans[0].start, tile.spans[0].stop
+    starts = range(first, stop, count)
+    return tuple(tile.with_span(0, Span(start, min(start + count, stop))) for start in starts)
+
+
 def empty_like(shape: Shape) -> Tile:
     """The tile of nothing. A scalar has no empty tile: one spare axis of length 0 stands for it."""
     return Tile(tuple(Span(0, 0) for _ in shape) or (Span(0, 0),))

@@ -11,10 +11,15 @@ LEAST_IN_FLIGHT = 4 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring layers computed as one fused group, cut in one way; exchange is only between segments."""
+    """Neighbouring layers computed as one fused group, cut in one way; exchange is only between segments.
+
+    `redo`: what backward needs is not kept but computed a second time, for so many samples at a time, from
+    what the group was given. 0: it is kept.
+    """
 
     layers: tuple[str, ...]
     layout: Layout
+    redo: int = 0
 
 
 @dataclass(frozen=True, slots=True)

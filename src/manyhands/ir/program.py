@@ -76,13 +76,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Compute some layers, all of whose inputs are here."""
+    """Compute some layers, all of whose inputs are here; keep what backward needs, or leave it to a Redo."""
 
     chunk: int
     layers: tuple[str, ...]
+    keep: bool = True
 
     def __str__(self) -> str:
-        return f"forward {self.chunk}: {' '.join(self.layers)}"
+        return f"forward {self.chunk}{'' if self.keep else ' unkept'}: {' '.join(self.layers)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,19 @@ class Backward:
 
     def __str__(self) -> str:
         return f"backward {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Compute a chunk a second time and take its gradients back, some samples at a time; 0: all at once."""
+
+    chunk: int
+    layers: tuple[str, ...]
+    samples: int
+
+    def __str__(self) -> str:
+        some = f" by {self.samples}" if self.samples else ""
+        return f"redo {self.chunk}{some}: {' '.join(self.layers)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +222,7 @@ Step = (
     | Place
     | Forward
     | Backward
+    | Redo
     | Measure
     | Correct
     | Send
@@ -261,7 +276,7 @@ def forward_steps(program: Program) -> tuple[Step, ...]:
     def before_loss(step: Step) -> bool:
         if isinstance(step, Send | Expect | Receive):
             return step.message.content in _FORWARD
-        return not isinstance(step, Loss | Backward | Fold | Square | Update)
+        return not isinstance(step, Loss | Backward | Redo | Fold | Square | Update)
 
     late = {Receive(message) for message in postponed(program)}
     return tuple(takewhile(before_loss, (step for step in program.steps if step not in late)))
@@ -283,7 +298,13 @@ _MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|fro
 _TILED = re.compile(r"(prepare|place|return) (\S+)>(\d+)\[(.*?)\]")
 
 
-def unshared_gradients(step: Forward, layers: Mapping[str, Layer]) -> set[str]:
+def unread_convolutions(step: Redo, layers: Mapping[str, Layer]) -> set[str]:
+    """Those that no layer of their chunk reads: their backward needs no second result of them."""
+    read = {source for name in step.layers for source in layers[name].inputs}
+    return {n for n in step.layers if isinstance(layers[n].operation, Convolve)} - read
+
+
+def unshared_gradients(step: Forward | Redo, layers: Mapping[str, Layer]) -> set[str]:
     """What a chunk reads of earlier ones and whose gradient it makes anew, so that nobody else holds it.
 
     That is what one layer of it reads, of a kind that never hands its own gradient on as its input's.
@@ -310,7 +331,12 @@ def parse_step(text: str, device: str) -> Step:
     match verb:
         case "forward":
             chunk, _, layers = rest.partition(": ")
-            return Forward(int(chunk), tuple(layers.split()))
+            number = chunk.removesuffix(" unkept")
+            return Forward(int(number), tuple(layers.split()), number == chunk)
+        case "redo":
+            chunk, _, layers = rest.partition(": ")
+            number, _, samples = chunk.partition(" by ")
+            return Redo(int(number), tuple(layers.split()), int(samples or 0))
         case "backward":
             return Backward(int(rest))
         case "fold":

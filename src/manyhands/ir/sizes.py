@@ -18,6 +18,7 @@ from manyhands.ir.program import (
     Place,
     Prepare,
     Receive,
+    Redo,
     Return,
     Send,
     Square,
@@ -63,6 +64,6 @@ class Sizes:
                 num_bytes = self.output_bytes
             case Square() | Update():
                 num_bytes = self.owned_bytes
-            case Forward() | Backward():
+            case Forward() | Backward() | Redo():
                 num_bytes = 0
         return type(step).__name__.lower(), num_bytes

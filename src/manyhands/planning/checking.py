@@ -17,6 +17,7 @@ from manyhands.ir.program import (
     Prepare,
     Program,
     Receive,
+    Redo,
     Send,
     Step,
     Update,
@@ -82,6 +83,7 @@ class _Device:
         self.layers = lowered.graph.by_name()
         self.missing: dict[Buffer, int] = {}  # elements of a prepared tile that have not arrived
         self.tapes: set[int] = set()
+        self.unkept: set[int] = set()  # computed, and to be computed again
         self.folded: set[int] = set()
         self.updated = False
 
@@ -110,10 +112,13 @@ class _Device:
                 self.missing[layer, segment] = tile.numel
             case Place(layer, segment, tile):
                 self.missing[layer, segment] -= tile.numel
-            case Forward(chunk, names):
+            case Forward(chunk, names, keep):
                 stale = set().union(*self.owed.values()) & self._weights_of(names)
                 self._require(not stale, step, "some weights are those of the step before")
-                self.tapes.add(chunk)
+                (self.tapes if keep else self.unkept).add(chunk)
+            case Redo(chunk):
+                self._require(chunk in self.unkept, step, "it was kept, not computed, or is done already")
+                self.unkept.discard(chunk)
             case Backward(chunk):
                 self._require(chunk in self.tapes, step, "it was not computed, or is done already")
                 self.tapes.discard(chunk)

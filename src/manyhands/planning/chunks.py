@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from manyhands.ir.graph import ITEM_BYTES, Graph, Layer
+from manyhands.ir.geometry import samples_at_a_time
+from manyhands.ir.graph import ITEM_BYTES, Constant, Graph, Layer, Statistic
 from manyhands.ir.plan import Plan
+from manyhands.ir.regions import needs
 from manyhands.planning.assignment import Assignment
 
 CHUNK_BYTES = 4 << 20
@@ -34,6 +37,26 @@ def chunks(graph: Graph, plan: Plan, assignment: Assignment) -> tuple[Chunk, ...
             run.append(name)
         result.append(Chunk(len(result), index, tuple(run)))
     return tuple(result)
+
+
+def is_per_sample(
+    names: tuple[str, ...], layers: Mapping[str, Layer], assignment: Assignment, device: str
+) -> bool:
+    """Can a device compute some samples of these layers without the others?"""
+    tiles = {name: assignment.computed[name][device] for name in names}
+    samples = {tile.spans[:1] for tile in tiles.values()}
+    if len(samples) > 1 or () in samples:
+        return False
+    for name, tile in tiles.items():
+        layer = layers[name]
+        if layer.statistic is Statistic.BATCH_NORM and name not in assignment.exchanged:
+            return False
+        first, *_ = samples_at_a_time(tile, 1)
+        shapes = tuple(layers[source].shape for source in layer.inputs)
+        for source, need in zip(layer.inputs, needs(layer, first, shapes), strict=True):
+            if not isinstance(layers[source].operation, Constant) and need.spans[:1] != first.spans[:1]:
+                return False
+    return True
 
 
 def _weight_bytes(layers: dict[str, Layer], names: list[str]) -> int:

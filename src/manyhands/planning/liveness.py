@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from manyhands.ir.graph import Graph, Layer, Statistic
-from manyhands.ir.program import Content, Correct, Drop, Forward, Loss, Measure, Place, Prepare, Send, Step
+from manyhands.ir.program import (
+    Content,
+    Correct,
+    Drop,
+    Forward,
+    Loss,
+    Measure,
+    Place,
+    Prepare,
+    Redo,
+    Send,
+    Step,
+)
 from manyhands.planning.assignment import Assignment, is_source
 
 Buffer = tuple[str, int | None]  # a layer's result, or the tile of it put together for a segment
@@ -53,7 +65,7 @@ class Liveness:
                 return [(self.layers[layer].inputs[0], None)]
             case Correct(layer) if not self.tape_holds_input(self.layers[layer]):
                 return [(self.layers[layer].inputs[0], None)]
-            case Forward(_, layers):
+            case Forward(_, layers) | Redo(_, layers):
                 return list(dict.fromkeys(b for name in layers for b in self._inputs(name, set(layers))))
             case Loss():
                 return [

@@ -24,6 +24,7 @@ from manyhands.ir.program import (
     Prepare,
     Program,
     Receive,
+    Redo,
     Return,
     Send,
     Square,
@@ -32,7 +33,7 @@ from manyhands.ir.program import (
 )
 from manyhands.ir.territory import Bucket, Territory
 from manyhands.planning.assignment import Assignment, assign, is_source
-from manyhands.planning.chunks import Chunk, chunks
+from manyhands.planning.chunks import Chunk, chunks, is_per_sample
 from manyhands.planning.liveness import Liveness, reads
 from manyhands.planning.territories import statistic_domains, territory
 from manyhands.planning.weights import all_held, buckets_after, first_chunk_using
@@ -232,10 +233,14 @@ class Lowering:
             for m in sorted(alike, key=lambda m: (place[m.target] - place[m.source]) % len(place)):
                 self.steps[m.source].append(Send(m))
 
+    def _goes_back(self, names: tuple[str, ...]) -> bool:
+        return any(self.layers[name].differentiable for name in names)
+
     def _compute(self, chunk: Chunk) -> None:
         for device in self.plan.devices:
             if active := self.active(chunk, device):
-                self.steps[device].append(Forward(chunk.index, active))
+                keep = not (self.plan.segments[chunk.segment].redo and self._goes_back(active))
+                self.steps[device].append(Forward(chunk.index, active, keep))
 
     # ---- backward --------------------------------------------------------------------------------------
 
@@ -251,10 +256,9 @@ class Lowering:
         for message in (*sums, *gradients):
             self.steps[message.target].append(Expect(message))
         for device in self.plan.devices:
-            if self.active(chunk, device) and any(
-                self.layers[name].differentiable for name in self.active(chunk, device)
-            ):
-                self.steps[device].append(Backward(chunk.index))
+            active = self.active(chunk, device)
+            if self._goes_back(active):
+                self.steps[device].append(self._go_back(chunk, active, device))
         self._send((*sums, *gradients))
         for name in self._inputs(chunk):
             for device in self.plan.devices:
@@ -268,6 +272,13 @@ class Lowering:
             for device, tile in self.regions.home[layer.inputs[0]].items():
                 if tile.numel and not is_source(self.layers[layer.inputs[0]]):
                     self.steps[device].append(Correct(layer.name))
+
+    def _go_back(self, chunk: Chunk, active: tuple[str, ...], device: str) -> Step:
+        samples = self.plan.segments[chunk.segment].redo
+        if not samples:
+            return Backward(chunk.index)
+        apart = is_per_sample(active, self.layers, self.regions, device)
+        return Redo(chunk.index, active, samples if apart else 0)
 
     # ---- weights ---------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from manyhands.ir.cluster import Cluster
+from manyhands.ir.geometry import samples_at_a_time
 from manyhands.ir.plan import Cost, Kept
 from manyhands.ir.program import (
     Backward,
@@ -18,10 +19,12 @@ from manyhands.ir.program import (
     Message,
     Program,
     Receive,
+    Redo,
     Send,
     Step,
     postponed,
     sent_bytes,
+    unread_convolutions,
 )
 from manyhands.ir.sizes import Sizes
 from manyhands.planning.costs import Costs
@@ -297,10 +300,24 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
                 return own + chunks[chunk][0]
             case Backward(chunk):
                 return own + chunks[chunk][1]
+            case Redo():
+                return own + _redo_seconds(step, lowered, device, costs)
             case _:
                 return own
 
     return [seconds(step) for step in program.steps]
+
+
+def _redo_seconds(step: Redo, lowered: Lowered, device: str, costs: Costs) -> float:
+    """Of computing a chunk a second time and of its backward, some samples at a time."""
+    regions, layers, total = lowered.regions, lowered.graph.by_name(), 0.0
+    unread = unread_convolutions(step, layers)
+    for name in step.layers:
+        tile = regions.computed[name][device]
+        for some in samples_at_a_time(tile, step.samples):
+            forward, backward = costs.layer(device, layers[name], some, name in regions.exchanged)
+            total += backward if name in unread else forward + backward
+    return total
 
 
 class _Warp:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from manyhands.ir.geometry import Tile
+from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.graph import Layer
 from manyhands.planning.ledger import Block
 from manyhands.planning.liveness import Buffer
+
+Read = tuple[str, int, int]  # (input, bytes read, bytes of the tile at hand)
 
 
 @dataclass
@@ -16,7 +18,7 @@ class Node:
 
     layer: Layer
     kept: list[Block]
-    reads: list[tuple[str, int, int]]  # (input, bytes read, bytes of the tile at hand)
+    reads: list[Read]
     result_bytes: int
     filter_bytes: int
     copied_bytes: int  # of an input that had to be put in one piece
@@ -30,3 +32,15 @@ class Tape:
     unshared: set[str] = field(default_factory=set)  # sources whose gradient nobody else holds
     here: dict[str, tuple[Block, Tile]] = field(default_factory=dict)  # while the chunk computes
     small: list[Block] = field(default_factory=list)  # the graph's own, between what it keeps
+    keep: bool = True
+    again: bool = False
+    samples: Span | None = None  # only these; None: all
+    unread: frozenset[str] = frozenset()  # whose results nobody asks for
+    brought: set[Block] = field(default_factory=set)  # of earlier chunks
+
+    def some(self, tile: Tile) -> Tile:
+        """Of a tile, the samples of this pass."""
+        return tile if self.samples is None else tile.with_span(0, tile.spans[0] & self.samples)
+
+    def may_overwrite(self, block: Block) -> bool:
+        return (self.keep and not self.again) or block not in self.brought

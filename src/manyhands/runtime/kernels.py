@@ -40,6 +40,7 @@ from manyhands.runtime.norms import settled
 from manyhands.runtime.parts import part
 from manyhands.runtime.pooling import adaptive_pool, pool
 from manyhands.runtime.resizing import resize
+from manyhands.runtime.unread import unread_conv2d
 
 Function = Callable[[Sequence[Tensor], dict[str, Tensor]], Tensor]
 
@@ -57,6 +58,8 @@ class Work:
     function: Function | None  # what the model itself calls
     seed: int
     step: int
+    again: bool = False  # for the second time: running statistics have seen this batch
+    unread: bool = False  # a convolution of which only backward is wanted
 
     @property
     def own_function(self) -> Function:
@@ -155,12 +158,13 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
     first, last = group_range(tile.spans[1], work.layer.shape[1], operation.groups)
     groups = last - first if operation.groups > 1 else 1
     weight, bias = work.weights["weight"], work.weights.get("bias")
+    conv2d = unread_conv2d if work.unread else F.conv2d
     if operation.mode is not Mode.CONSTANT:
         for d, slide in zip((2, 3), slides, strict=True):
             x = _folded(
                 x, d, slide_need(slide, tile.spans[d]), need.spans[d], work.shapes[0][d], operation.mode
             )
-        y = F.conv2d(x, weight, bias, tuple(stride), 0, tuple(dilation), groups)
+        y = conv2d(x, weight, bias, tuple(stride), (0, 0), tuple(dilation), groups)
         return _own_channels(y, work, operation.groups)
     parts, before, after = zip(
         *(window_rows(s, need.spans[d], tile.spans[d]) for d, s in zip((2, 3), slides, strict=True)),
@@ -170,7 +174,7 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
     even, skips = _even_padding(slides, before, after, tile)
     if even is None:
         x, even, skips = F.pad(x, (before[1], after[1], before[0], after[0])), (0, 0), (0, 0)
-    y = F.conv2d(x, weight, bias, tuple(stride), even, tuple(dilation), groups)
+    y = conv2d(x, weight, bias, tuple(stride), even, tuple(dilation), groups)
     inside = (slice(skip, skip + len(s)) for skip, s in zip(skips, tile.spans[2:], strict=True))
     return _own_channels(part(y, (slice(None), slice(None), *inside)), work, operation.groups)
 
@@ -284,7 +288,9 @@ def batch_norm(work: Work, operation: BatchNorm) -> Tensor:
     """Frozen, or in training with the whole batch and map at hand."""
     weights = work.weights
     mean, variance = weights.get("running_mean"), weights.get("running_var")
-    momentum = count_batch(weights, operation) if operation.training else 0.0
+    if operation.training and work.again:
+        mean = variance = None
+    momentum = count_batch(weights, operation) if operation.training and not work.again else 0.0
     weight, bias = weights.get("weight"), weights.get("bias")
     x = settled(work.inputs[0])
     y = F.batch_norm(x, mean, variance, weight, bias, operation.training, momentum, operation.eps)

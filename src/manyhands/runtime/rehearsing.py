@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Layer
 from manyhands.ir.profile import LayerSample, StepSample, fractions, kind_of
 from manyhands.ir.program import Backward, Step
 from manyhands.ir.sizes import Sizes
-from manyhands.runtime.tape import Tape
+from manyhands.runtime.computing import Batch, Run
 from manyhands.runtime.transport import Pending
-from manyhands.runtime.worker import Batch, Worker
+from manyhands.runtime.worker import Worker
 
 Clock = Callable[[], float]
 
@@ -93,9 +92,9 @@ class Rehearsal(Worker):
             self._mark("", stop)
         self.round.steps.append(stop - start - self.in_layers_s)
 
-    def _compute(self, layer: Layer, here: dict[str, tuple[Tensor, Tile]], tape: Tape) -> Tensor:
+    def _compute(self, layer: Layer, run: Run) -> Tensor:
         start = self.clock()
-        result = super()._compute(layer, here, tape)
+        result = super()._compute(layer, run)
         self.round.forward[layer.name] = seconds = self.clock() - start
         if result.grad_fn is not None:
             result.grad_fn.register_prehook(self._marker(layer.name))

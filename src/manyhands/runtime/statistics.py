@@ -40,11 +40,12 @@ def follow(
     weights["running_var"].lerp_(variance[0] * (total / max(total - 1, 1)), momentum)
 
 
-def keep_sums(store: Store, layer: Layer, box: Box) -> None:
-    """What flowed back into a layer's statistics here."""
-    exchange, tile = store.territory.exchanges[layer.name], store.territory.computed[layer.name]
-    like = store.moments[layer.name].mean
-    store.sums[layer.name][store.territory.device] = local_sums(layer, exchange, tile, box, like)
+def keep_sums(store: Store, layer: Layer, tile: Tile, box: Box) -> None:
+    """What flowed back into a layer's statistics here, from this tile of its result and others before."""
+    exchange, mine = store.territory.exchanges[layer.name], store.territory.device
+    sums = local_sums(layer, exchange, tile, box, store.moments[layer.name].mean)
+    held = store.sums[layer.name]
+    held[mine] = held[mine] + sums if mine in held else sums
 
 
 def correct(store: Store, layer: Layer) -> None:

@@ -46,6 +46,9 @@ class Store:
         layout = self.memory_format if len(tile.spans) == 4 else torch.contiguous_format
         return torch.empty(tile.shape, dtype=self.dtype(layer), memory_format=layout)
 
+    def zeros(self, layer: str, tile: Tile) -> Tensor:
+        return torch.zeros_like(self.empty(layer, tile))
+
     def own(self, layer: str, tile: Tile) -> Tensor:
         """A tile of what this device itself computed."""
         return self.values[layer, None][tile.within(self.territory.computed[layer])]
@@ -75,7 +78,7 @@ class Store:
         """The gradient of what this device computed of a layer, to be added to in place."""
         held = self.gradients.get(layer)
         if held is None:
-            held = torch.zeros_like(self.empty(layer, self.territory.computed[layer]))
+            held = self.zeros(layer, self.territory.computed[layer])
         elif layer in self.borrowed:
             held = held.clone()
         self.borrowed.discard(layer)

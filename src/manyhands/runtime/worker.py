@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +11,7 @@ from torch import Tensor, nn
 from manyhands.errors import RequestError
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import (
-    BatchNorm,
-    Convolve,
-    Deconvolve,
     Graph,
-    GroupNorm,
-    Input,
-    Layer,
-    Linear,
-    Pointwise,
-    Statistic,
 )
 from manyhands.ir.program import (
     Backward,
@@ -36,6 +26,7 @@ from manyhands.ir.program import (
     Prepare,
     Program,
     Receive,
+    Redo,
     Return,
     Send,
     Square,
@@ -43,35 +34,18 @@ from manyhands.ir.program import (
     Update,
     forward_steps,
     gradient_steps,
-    unshared_gradients,
 )
-from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
-from manyhands.runtime.formats import arranged
-from manyhands.runtime.kernels import Function, Work, compute
+from manyhands.runtime.computing import Batch, Computing
+from manyhands.runtime.kernels import Function
 from manyhands.runtime.mail import Mail
-from manyhands.runtime.norms import measure, normalise
-from manyhands.runtime.parts import part
-from manyhands.runtime.statistics import correct, follow, keep_sums, moments_of
-from manyhands.runtime.store import Store
-from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
+from manyhands.runtime.norms import measure
+from manyhands.runtime.statistics import correct
 from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import Weights, refuse_split_weights
 
-LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
 
-
-@dataclass
-class Batch:
-    """One step's data: the model's inputs, whole or what is read here of them; the loss of whole outputs."""
-
-    inputs: Sequence[Tensor]
-    loss: LossFunction
-    step: int = 0
-    tiles: Sequence[Tile] | None = None  # which part of each input is given; None: all of it
-
-
-class Worker:
+class Worker(Computing):
     """Runs the steps of one device.
 
     Weights, optimiser, `mixed` and `clip_norm` are the caller's to set before the first step; `seed` decides
@@ -88,18 +62,11 @@ class Worker:
         inplace: dict[str, Function],
         transport: Transport,
     ) -> None:
-        self.graph, self.layers, self.program, self.territory = graph, graph.by_name(), program, territory
-        self.weights, self.functions, self.inplace, self.transport = weights, functions, inplace, transport
-        self.seed = 0
+        super().__init__(graph, program, territory, weights, functions, inplace)
+        self.transport = transport
         self.clip_norm: float | None = None
-        self.mixed: torch.dtype | None = None  # the type in which convolutions and linear layers compute
         self.optimiser: torch.optim.Optimizer | None = None
-        self.store = Store(graph, territory)
         self.mail = Mail(program, self.store, weights, transport)
-        forwards = [step for step in program.steps if isinstance(step, Forward)]
-        self.last_uses = {step.chunk: last_uses(step, self.layers) for step in forwards}
-        self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
-        self.anchor = torch.zeros((), requires_grad=True)
         self.spent_s = [0.0] * len(program.steps)  # in each step of the program, waiting included
         used = (layer for layer in graph.layers if territory.computed[layer.name].numel or not layer.inputs)
         self.unread = {p.parameter for p in weights.pieces} - {
@@ -157,10 +124,12 @@ class Worker:
                 store.values[layer, segment] = store.empty(layer, tile)
             case Place(layer, segment, tile):
                 store.margin(layer, segment, tile).copy_(store.own(layer, tile))
-            case Forward(chunk, layers):
-                self.forward(chunk, layers)
+            case Forward():
+                self.forward(step)
             case Backward(chunk):
                 self.backward(chunk)
+            case Redo():
+                self.redo(step)
             case Measure(layer):
                 source = self.layers[layer].inputs[0]
                 own = store.own(source, self.territory.home[source])
@@ -201,99 +170,6 @@ class Worker:
         self.optimiser = make(parameters)
         refuse_split_weights(self.optimiser, self.weights, self.graph)
 
-    # ---- forward -------------------------------------------------------------------------------------
-
-    def forward(self, chunk: int, layers: tuple[str, ...]) -> None:
-        tape = self.store.tapes[chunk] = Tape()
-        here: dict[str, tuple[Tensor, Tile]] = {}
-        exports = self.territory.exports[chunk]
-        for name in layers:
-            layer = self.layers[name]
-            result = self._compute(layer, here, tape)
-            here[name] = result, self.territory.computed[name]
-            if name in exports:
-                self.store.values[name, None] = result.detach()
-                if result.requires_grad:
-                    box = Box()
-                    tape.roots[name] = Root.apply(result, box), box
-            del result
-            for done in self.last_uses[chunk][name]:
-                here.pop(done, None)
-
-    def _compute(self, layer: Layer, here: dict[str, tuple[Tensor, Tile]], tape: Tape) -> Tensor:
-        tile, shapes = self.territory.computed[layer.name], tuple(self.layers[n].shape for n in layer.inputs)
-        pieces = parameter_tiles(layer, tile)
-        weights = {p.role: self.weights.piece(p.name, t) for p, t in pieces}
-        if layer.name in self.territory.exchanges:
-            return self._statistic(layer, here, tape, weights)
-        wanted = needs(layer, tile, shapes)
-        inputs = tuple(
-            self._read(source, need, layer, here, tape)
-            for source, need in zip(layer.inputs, wanted, strict=True)
-        )
-        function = self.functions.get(layer.name)
-        if isinstance(layer.operation, Pointwise) and layer.operation.inplace and layer.name in self.inplace:
-            source = layer.inputs[0]
-            if not isinstance(self.layers[source].operation, Input):
-                function = self.inplace[layer.name]
-        if mixed := self.mixed is not None and isinstance(layer.operation, Convolve | Deconvolve | Linear):
-            inputs = tuple(tensor.to(self.mixed) for tensor in inputs)
-            weights = {role: tensor.to(self.mixed) for role, tensor in weights.items()}
-        work = Work(layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step)
-        return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
-
-    def _read(
-        self, source: str, need: Tile, reader: Layer, here: dict[str, tuple[Tensor, Tile]], tape: Tape
-    ) -> Tensor:
-        """A tile of an input: from this chunk, or as a source of its tape, or of the batch or a weight."""
-        if source not in here:
-            here[source] = self._bring(source, reader, tape)
-        tensor, tile = here[source]
-        if not need.numel:
-            return tensor.new_empty(need.shape)
-        wanted = part(tensor, need.within(tile))
-        from_batch = isinstance(self.layers[source].operation, Input)
-        return arranged(wanted, self.store.memory_format) if from_batch else wanted
-
-    def _bring(self, source: str, reader: Layer, tape: Tape) -> tuple[Tensor, Tile]:
-        layer = self.layers[source]
-        match layer.operation:
-            case Input(position):
-                tiles = self.batch.tiles
-                return self.batch.inputs[position], tiles[position] if tiles else Tile.whole(layer.shape)
-            case _ if layer.parameters and not layer.inputs:
-                name = layer.parameters[0].name
-                return self.weights.tensors[name], self.weights.tiles[name]
-        buffer = self.store.buffer(source, self.territory.segment_of[reader.name])
-        tile = self.store.tile_of(buffer)
-        if not tile.numel:
-            return torch.empty(tile.shape, dtype=self.store.dtype(source)), tile
-        value = self.store.values[buffer]
-        if not layer.differentiable:
-            return value, tile
-        box = tape.sources.setdefault(buffer, Box())
-        return Source.apply(self.anchor, value, box), tile
-
-    def _statistic(
-        self, layer: Layer, here: dict[str, tuple[Tensor, Tile]], tape: Tape, weights: dict[str, Tensor]
-    ) -> Tensor:
-        """A norm or mean whose statistics were exchanged."""
-        tile = self.territory.computed[layer.name]
-        moments = moments_of(self.store, layer)
-        box = tape.sums[layer.name] = Box()
-        if layer.statistic is Statistic.MEAN:
-            mean = moments.mean[Tile(tile.spans[:2]).within(moments.tile)].reshape(tile.shape)
-            return Source.apply(self.anchor, mean, box) if layer.differentiable else mean
-        operation = layer.operation
-        assert isinstance(operation, BatchNorm | GroupNorm)
-        x = self._read(layer.inputs[0], tile, layer, here, tape)
-        home = self.territory.home[layer.inputs[0]]
-        if layer.name in self.territory.tape_holds_input and home.numel:
-            self.store.own_inputs[layer.name] = x.detach()[home.within(tile)]
-        if isinstance(operation, BatchNorm):
-            follow(self.store, layer, operation, moments, weights)
-        return normalise(layer, x, tile, moments, weights, operation.eps, box)
-
     def loss(self) -> None:
         """Evaluate the loss on the whole outputs; of the gradient, keep this device's own tiles."""
         leaves = {
@@ -319,28 +195,6 @@ class Worker:
             raise RequestError(
                 f"the loss does not read the output {unread[0]}. Return only what it reads, or add 0 * it."
             )
-
-    # ---- backward ------------------------------------------------------------------------------------
-
-    def backward(self, chunk: int) -> None:
-        tape = self.store.tapes.pop(chunk)
-        tape.backward(self.store.gradients)
-        for buffer, box in tape.sources.items():
-            gradient = box.take()
-            if gradient is None:
-                continue
-            layer, segment = buffer
-            if segment is None:
-                alone = layer in self.unshared[chunk]
-                self.store.add_gradient(layer, self.territory.computed[layer], gradient, unshared=alone)
-            elif (layer, segment) in self.store.read_gradients:
-                self.store.read_gradients[layer, segment] = (
-                    self.store.read_gradients[layer, segment] + gradient
-                )
-            else:
-                self.store.read_gradients[layer, segment] = gradient
-        for name, box in tape.sums.items():
-            keep_sums(self.store, self.layers[name], box)
 
     def _return(self, layer: str, segment: int, tile: Tile) -> None:
         gradient = self.store.read_gradients.pop((layer, segment), None)

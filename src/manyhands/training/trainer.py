@@ -19,12 +19,13 @@ from manyhands.ir.program import Loss as LossStep
 from manyhands.planning.feeding import Feed, Feeding, feed_plan
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.weights import kept_pieces
+from manyhands.runtime.computing import Batch
 from manyhands.runtime.feeding import Feeder
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.state import Keeping, State, Stored, collect, restore
 from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import Weights
-from manyhands.runtime.worker import Batch, Worker
+from manyhands.runtime.worker import Worker
 from manyhands.tracing.graphs import trace
 
 Loss = Callable[[Any, Tensor], Tensor]  # of the outputs (one tensor, or a tuple of several) and the targets

@@ -1,0 +1,275 @@
+"""Chunks of layers on one device: forward, backward, and a second time where nothing was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from manyhands.ir.geometry import Span, Tile, samples_at_a_time
+from manyhands.ir.graph import (
+    BatchNorm,
+    Convolve,
+    Deconvolve,
+    Graph,
+    GroupNorm,
+    Input,
+    Layer,
+    Linear,
+    Pointwise,
+    Statistic,
+)
+from manyhands.ir.program import Forward, Program, Redo, unread_convolutions, unshared_gradients
+from manyhands.ir.regions import needs, parameter_tiles
+from manyhands.ir.territory import Territory
+from manyhands.runtime.formats import arranged
+from manyhands.runtime.kernels import Function, Work, compute
+from manyhands.runtime.norms import normalise
+from manyhands.runtime.parts import part
+from manyhands.runtime.statistics import follow, keep_sums, moments_of
+from manyhands.runtime.store import Buffer, Store
+from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
+from manyhands.runtime.weights import Weights
+
+LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
+
+
+@dataclass
+class Batch:
+    """One step's data: the model's inputs, whole or what is read here of them; the loss of whole outputs."""
+
+    inputs: Sequence[Tensor]
+    loss: LossFunction
+    step: int = 0
+    tiles: Sequence[Tile] | None = None  # which part of each input is given; None: all of it
+
+
+@dataclass
+class Run:
+    """One pass through the layers of a chunk.
+
+    `keep`: it is on tape. `again`: for the second time, so statistics do not follow the batch once more.
+    What a chunk reads stays as it is where it will be read a second time.
+    """
+
+    tape: Tape
+    keep: bool = True
+    again: bool = False
+    samples: Span | None = None  # only these; None: all
+    unread: frozenset[str] = frozenset()  # whose results nobody asks for
+    here: dict[str, tuple[Tensor, Tile]] = field(default_factory=dict)
+    brought: set[int] = field(default_factory=set)  # memory of what was computed outside of the chunk
+
+    def some(self, tile: Tile) -> Tile:
+        """Of a tile, the samples of this run."""
+        return tile if self.samples is None else tile.with_span(0, tile.spans[0] & self.samples)
+
+    def may_overwrite(self, tensor: Tensor) -> bool:
+        """Will nobody else read it?"""
+        once = self.keep and not self.again
+        return once or tensor.untyped_storage().data_ptr() not in self.brought
+
+
+class Computing:
+    """The layers of one device's program."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program,
+        territory: Territory,
+        weights: Weights,
+        functions: dict[str, Function],
+        inplace: dict[str, Function],
+    ) -> None:
+        self.graph, self.layers, self.program, self.territory = graph, graph.by_name(), program, territory
+        self.weights, self.functions, self.inplace = weights, functions, inplace
+        self.seed = 0
+        self.mixed: torch.dtype | None = None  # the type in which convolutions and linear layers compute
+        self.batch: Batch
+        self.store = Store(graph, territory)
+        forwards = [step for step in program.steps if isinstance(step, Forward)]
+        self.last_uses = {step.chunk: last_uses(step, self.layers) for step in forwards}
+        self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    # ---- forward -------------------------------------------------------------------------------------
+
+    def forward(self, step: Forward) -> None:
+        with torch.set_grad_enabled(step.keep and torch.is_grad_enabled()):
+            run = Run(Tape(), step.keep)
+            self._run(step.chunk, step.layers, run)
+        if step.keep:
+            self.store.tapes[step.chunk] = run.tape
+
+    def _run(self, chunk: int, layers: tuple[str, ...], run: Run) -> None:
+        exports = self.territory.exports[chunk]
+        for name in layers:
+            result = self._compute(self.layers[name], run)
+            run.here[name] = result, run.some(self.territory.computed[name])
+            if name in exports:
+                if not run.again:
+                    self.store.values[name, None] = result.detach()
+                if result.requires_grad:
+                    box = Box()
+                    run.tape.roots[name] = Root.apply(result, box), box
+            del result
+            for done in self.last_uses[chunk][name]:
+                run.here.pop(done, None)
+
+    def _compute(self, layer: Layer, run: Run) -> Tensor:
+        tile = run.some(self.territory.computed[layer.name])
+        shapes = tuple(self.layers[n].shape for n in layer.inputs)
+        pieces = parameter_tiles(layer, tile)
+        weights = {p.role: self.weights.piece(p.name, t) for p, t in pieces}
+        if layer.name in self.territory.exchanges:
+            return self._statistic(layer, run, weights)
+        wanted = needs(layer, tile, shapes)
+        pairs = zip(layer.inputs, wanted, strict=True)
+        inputs = tuple(self._read(source, need, layer, run) for source, need in pairs)
+        function = self.functions.get(layer.name)
+        if isinstance(layer.operation, Pointwise) and layer.operation.inplace and layer.name in self.inplace:
+            source = layer.inputs[0]
+            if not isinstance(self.layers[source].operation, Input) and run.may_overwrite(inputs[0]):
+                function = self.inplace[layer.name]
+        if mixed := self.mixed is not None and isinstance(layer.operation, Convolve | Deconvolve | Linear):
+            inputs = tuple(tensor.to(self.mixed) for tensor in inputs)
+            weights = {role: tensor.to(self.mixed) for role, tensor in weights.items()}
+        work = Work(
+            layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step,
+            again=run.again, unread=layer.name in run.unread and not mixed,
+        )  # fmt: skip
+        return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
+
+    def _read(self, source: str, need: Tile, reader: Layer, run: Run) -> Tensor:
+        """A tile of an input: from this chunk, or as a source of its tape, or of the batch or a weight."""
+        if source not in run.here:
+            run.here[source] = self._bring(source, reader, run)
+            run.brought.add(run.here[source][0].untyped_storage().data_ptr())
+        tensor, tile = run.here[source]
+        if not need.numel:
+            return tensor.new_empty(need.shape)
+        wanted = part(tensor, need.within(tile))
+        from_batch = isinstance(self.layers[source].operation, Input)
+        return arranged(wanted, self.store.memory_format) if from_batch else wanted
+
+    def _bring(self, source: str, reader: Layer, run: Run) -> tuple[Tensor, Tile]:
+        layer = self.layers[source]
+        match layer.operation:
+            case Input(position):
+                tiles = self.batch.tiles
+                return self.batch.inputs[position], tiles[position] if tiles else Tile.whole(layer.shape)
+            case _ if layer.parameters and not layer.inputs:
+                name = layer.parameters[0].name
+                return self.weights.tensors[name], self.weights.tiles[name]
+        buffer = self.store.buffer(source, self.territory.segment_of[reader.name])
+        whole = self.store.tile_of(buffer)
+        tile = run.some(whole)
+        if not tile.numel:
+            return torch.empty(tile.shape, dtype=self.store.dtype(source)), tile
+        value = self.store.values[buffer][tile.within(whole)]
+        if not layer.differentiable:
+            return value, tile
+        box = run.tape.sources.setdefault(buffer, Box())
+        return Source.apply(self.anchor, value, box), tile
+
+    def _statistic(self, layer: Layer, run: Run, weights: dict[str, Tensor]) -> Tensor:
+        """A norm or mean whose statistics were exchanged."""
+        tile = run.some(self.territory.computed[layer.name])
+        moments = moments_of(self.store, layer)
+        box = run.tape.sums[layer.name] = Box()
+        if layer.statistic is Statistic.MEAN:
+            mean = moments.mean[Tile(tile.spans[:2]).within(moments.tile)].reshape(tile.shape)
+            return Source.apply(self.anchor, mean, box) if layer.differentiable else mean
+        operation = layer.operation
+        assert isinstance(operation, BatchNorm | GroupNorm)
+        x = self._read(layer.inputs[0], tile, layer, run)
+        home = self.territory.home[layer.inputs[0]]
+        kept = layer.name in self.territory.tape_holds_input and home.numel
+        if kept and run.keep and not run.again:
+            self.store.own_inputs[layer.name] = x.detach()[home.within(tile)]
+        if isinstance(operation, BatchNorm) and not run.again:
+            follow(self.store, layer, operation, moments, weights)
+        return normalise(layer, x, tile, moments, weights, operation.eps, box)
+
+    # ---- backward ------------------------------------------------------------------------------------
+
+    def backward(self, chunk: int) -> None:
+        tape, store = self.store.tapes.pop(chunk), self.store
+        tape.backward({name: store.gradients.pop(name) for name in tape.roots if name in store.gradients})
+        self._hand_on(chunk, tape)
+
+    def _hand_on(self, chunk: int, tape: Tape) -> None:
+        """What flowed back into earlier chunks and into statistics."""
+        for buffer, box in tape.sources.items():
+            gradient = box.take()
+            if gradient is None:
+                continue
+            layer, segment = buffer
+            if segment is None:
+                alone = layer in self.unshared[chunk]
+                self.store.add_gradient(layer, self.territory.computed[layer], gradient, unshared=alone)
+            elif (layer, segment) in self.store.read_gradients:
+                self.store.read_gradients[layer, segment] = (
+                    self.store.read_gradients[layer, segment] + gradient
+                )
+            else:
+                self.store.read_gradients[layer, segment] = gradient
+        for name, box in tape.sums.items():
+            keep_sums(self.store, self.layers[name], self.territory.computed[name], box)
+
+    def redo(self, step: Redo) -> None:
+        """Compute a chunk once more and take its gradients back at once, some samples after others."""
+        self._keep_own_inputs(step)
+        store, unread = self.store, frozenset(unread_convolutions(step, self.layers))
+        names = [name for name in self.territory.exports[step.chunk] if name in store.gradients]
+        gradients = {name: store.gradients.pop(name) for name in names}
+        tiles = samples_at_a_time(self.territory.computed[step.layers[0]], step.samples)
+        for tile in tiles:
+            run = Run(Tape(), again=True, samples=tile.spans[0] if tiles[1:] else None, unread=unread)
+            self._run(step.chunk, step.layers, run)
+            run.here.clear()
+            if not tiles[1:]:
+                run.tape.backward(gradients)
+                self._hand_on(step.chunk, run.tape)
+                return
+            run.tape.backward({name: self._some(name, whole, run) for name, whole in gradients.items()})
+            self._add_some(run)
+
+    def _some(self, name: str, whole: Tensor, run: Run) -> Tensor:
+        tile = self.territory.computed[name]
+        return whole[run.some(tile).within(tile)]
+
+    def _add_some(self, run: Run) -> None:
+        """What flowed back from some samples."""
+        for buffer, box in run.tape.sources.items():
+            gradient = box.take()
+            if gradient is not None:
+                self._add(buffer, run.some(self.store.tile_of(buffer)), gradient)
+        for name, box in run.tape.sums.items():
+            keep_sums(self.store, self.layers[name], run.some(self.territory.computed[name]), box)
+
+    def _add(self, buffer: Buffer, tile: Tile, gradient: Tensor) -> None:
+        layer, segment = buffer
+        if segment is None:
+            self.store.add_gradient(layer, tile, gradient)
+            return
+        whole, held = self.store.tile_of(buffer), self.store.read_gradients
+        if (layer, segment) not in held:
+            held[layer, segment] = self.store.zeros(layer, whole)
+        held[layer, segment][tile.within(whole)] += gradient
+
+    def _keep_own_inputs(self, step: Redo) -> None:
+        """Gradients of norms are corrected after this chunk, when what it read has been dropped."""
+        for name in step.layers:
+            layer = self.layers[name]
+            if name not in self.territory.exchanges or layer.statistic is Statistic.MEAN:
+                continue
+            source = layer.inputs[0]
+            home = self.territory.home[source]
+            if name in self.territory.tape_holds_input and home.numel:
+                buffer = self.store.buffer(source, self.territory.segment_of[name])
+                value = self.store.values[buffer]
+                self.store.own_inputs[name] = value[home.within(self.store.tile_of(buffer))]
