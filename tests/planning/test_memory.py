@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph, Input, Layer, Mean, Mode, Pointwise, Pool, Saved, Slide, Window
-from manyhands.planning.passes import NODE_BYTES
 from manyhands.planning.ledger import Block, Heap, Ledger
 from manyhands.planning.memory import FIRST_STEP_BYTES, layer_bytes, peaks
+from manyhands.planning.passes import NODE_BYTES
 from tests.planning.plans import conv, lowered, small_net
 
 SHAPE = (2, 16, 64, 64)
