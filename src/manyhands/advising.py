@@ -49,8 +49,10 @@ def _alternative(other: Option | Refused) -> Alternative:
     if isinstance(other, Refused):
         return Alternative(other.name, None, None, other.reason)
     over = ", ".join(f"{device} has too little memory" for device, _, _ in other.over)
+    redone = sum(segment.redo > 0 for segment in other.plan.segments)
+    twice = f"{redone} of its {len(other.plan.segments)} segments computed a second time" if redone else ""
     largest = max((size for _, size in other.cost.peak_bytes), default=None)
-    return Alternative(other.name, other.cost.seconds, largest, over)
+    return Alternative(other.name, other.cost.seconds, largest, over or twice)
 
 
 def _helps(request: Request, best: Option) -> Iterator[Help]:

@@ -13,7 +13,7 @@ from manyhands.ir.codec import graph_digest
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Kept, Plan
 from manyhands.planning.checking import check, validate
-from manyhands.planning.deciding import MARGIN, Decision, Option, decide
+from manyhands.planning.deciding import MARGIN, Decision, Option, decide, made_to_fit
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.lowering import lower as lower_plan
 from manyhands.planning.simulation import SGD_WITH_MOMENTUM, Timeline
@@ -48,15 +48,18 @@ def plan(
 
     `auto` takes the plan with the shortest forecast that fits the memory of every device; it may leave
     devices out, but not those that are `required`. Without `room` no step leaves weights on their way.
+    Where a plan needs more memory than a device has, some of it is computed a second time in backward.
     """
     cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
     if strategy == "auto" and not shares and fuse is None:
         return fitting(choose(graph, cluster, required=required, kept=kept, room=room), cluster).plan
     if strategy == "auto":
         raise RequestError("shares and fused groups need a strategy by name; `auto` finds its own.")
-    return plan_by_name(
+    named = plan_by_name(
         graph, cluster.names, strategy, shares=tuple(shares), fuse=None if fuse is None else tuple(fuse)
     )
+    limited = any(device.memory_bytes for device in cluster.devices)
+    return made_to_fit(graph, named, cluster, kept) if limited else named
 
 
 def choose(

@@ -72,7 +72,10 @@ def _redone(chosen: Plan, rng: Random) -> Plan:
     """The plan, in two of three cases with some segments computed a second time in backward."""
     if rng.random() < 1 / 3:
         return chosen
-    segments = tuple(replace(segment, redo=rng.choice(REDO)) for segment in chosen.segments)
+    refills = rng.choice((0.0, 0.5, 1.0))
+    segments = tuple(
+        replace(segment, redo=rng.choice(REDO), refill=rng.random() < refills) for segment in chosen.segments
+    )
     return replace(chosen, segments=segments)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.graph import Graph, Input, Layer
+from manyhands.ir.parsing import parse_program
 from manyhands.ir.program import (
     Content,
     Expect,
@@ -19,7 +20,6 @@ from manyhands.ir.program import (
     Update,
     forward_steps,
     gradient_steps,
-    parse_program,
     postponed,
     sent_bytes,
 )

@@ -9,6 +9,7 @@ import pytest
 
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.codec import decode, graph_digest, to_json
+from manyhands.ir.parsing import parse_program
 from manyhands.ir.plan import Plan
 from manyhands.ir.program import (
     Content,
@@ -18,7 +19,6 @@ from manyhands.ir.program import (
     Receive,
     Send,
     Step,
-    parse_program,
     sent_bytes,
 )
 from manyhands.planning.checking import Flawed, check

@@ -14,12 +14,14 @@ class Segment:
     """Neighbouring layers computed as one fused group, cut in one way; exchange is only between segments.
 
     `redo`: what backward needs is not kept but computed a second time, for so many samples at a time, from
-    what the group was given. 0: it is kept.
+    what the group was given. 0: it is kept. `refill`: nor is that kept which it alone was given: whoever
+    computed it does so again. What came from other devices is kept in any case, so nothing travels twice.
     """
 
     layers: tuple[str, ...]
     layout: Layout
     redo: int = 0
+    refill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +74,30 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Set aside what others sent of a tile that is put together, for when it is put together again."""
+
+    layer: str
+    segment: int
+    tile: Tile
+
+    def __str__(self) -> str:
+        return f"keep {self.layer}>{self.segment}[{self.tile}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Put what was set aside into the tile prepared anew."""
+
+    layer: str
+    segment: int
+    tile: Tile
+
+    def __str__(self) -> str:
+        return f"restore {self.layer}>{self.segment}[{self.tile}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """Compute some layers, all of whose inputs are here; keep what backward needs, or leave it to a Redo."""
 
@@ -94,6 +117,17 @@ class Backward:
 
     def __str__(self) -> str:
         return f"backward {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Compute a chunk a second time for the sake of its results."""
+
+    chunk: int
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"rerun {self.chunk}: {' '.join(self.layers)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +254,11 @@ class Update:
 Step = (
     Prepare
     | Place
+    | Keep
+    | Restore
     | Forward
     | Backward
+    | Rerun
     | Redo
     | Measure
     | Correct
@@ -276,7 +313,7 @@ def forward_steps(program: Program) -> tuple[Step, ...]:
     def before_loss(step: Step) -> bool:
         if isinstance(step, Send | Expect | Receive):
             return step.message.content in _FORWARD
-        return not isinstance(step, Loss | Backward | Redo | Fold | Square | Update)
+        return not isinstance(step, Loss | Backward | Rerun | Redo | Fold | Square | Update)
 
     late = {Receive(message) for message in postponed(program)}
     return tuple(takewhile(before_loss, (step for step in program.steps if step not in late)))
@@ -294,10 +331,6 @@ def gradient_steps(program: Program) -> tuple[Step, ...]:
     return tuple(filter(of_one_batch, program.steps))
 
 
-_MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|from) (\S+) #(\d+) (\d+)")
-_TILED = re.compile(r"(prepare|place|return) (\S+)>(\d+)\[(.*?)\]")
-
-
 def unread_convolutions(step: Redo, layers: Mapping[str, Layer]) -> set[str]:
     """Those that no layer of their chunk reads: their backward needs no second result of them."""
     read = {source for name in step.layers for source in layers[name].inputs}
@@ -313,52 +346,3 @@ def unshared_gradients(step: Forward | Redo, layers: Mapping[str, Layer]) -> set
     kinds = Convolve | Deconvolve | BatchNorm | GroupNorm
     makers = (layers[name] for name in step.layers if isinstance(layers[name].operation, kinds))
     return {layer.inputs[0] for layer in makers if read[layer.inputs[0]] == 1} - set(step.layers)
-
-
-def parse_step(text: str, device: str) -> Step:
-    """The step of its text form, as one of `device`'s."""
-    if match := _MESSAGE.fullmatch(text):
-        verb, content, layer, segment, tile, way, other, tag, size = match.groups()
-        source, target = (device, other) if way == "to" else (other, device)
-        where = (Content(content), layer, int(segment), Tile.parse(tile))
-        message = Message(*where, source, target, int(tag), int(size))
-        return Send(message) if verb == "send" else Expect(message) if verb == "expect" else Receive(message)
-    if match := _TILED.fullmatch(text):
-        verb, layer, segment, tile = match.groups()
-        parts = layer, int(segment), Tile.parse(tile)
-        return Prepare(*parts) if verb == "prepare" else Place(*parts) if verb == "place" else Return(*parts)
-    verb, _, rest = text.partition(" ")
-    match verb:
-        case "forward":
-            chunk, _, layers = rest.partition(": ")
-            number = chunk.removesuffix(" unkept")
-            return Forward(int(number), tuple(layers.split()), number == chunk)
-        case "redo":
-            chunk, _, layers = rest.partition(": ")
-            number, _, samples = chunk.partition(" by ")
-            return Redo(int(number), tuple(layers.split()), int(samples or 0))
-        case "backward":
-            return Backward(int(rest))
-        case "fold":
-            return Fold(int(rest))
-        case "measure":
-            return Measure(rest)
-        case "correct":
-            return Correct(rest)
-        case "drop":
-            layer, _, number = rest.partition(">")
-            return Drop(layer, int(number) if number else None)
-        case "loss" if not rest:
-            return Loss()
-        case "square" if not rest:
-            return Square()
-        case "update" if not rest:
-            return Update()
-        case _:
-            raise ValueError(f"not a step: {text!r}")
-
-
-def parse_program(text: str) -> Program:
-    first, *rest = text.strip().splitlines()
-    device = first.removeprefix("program ").strip()
-    return Program(device, tuple(parse_step(line.strip(), device) for line in rest))

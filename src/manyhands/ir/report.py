@@ -21,6 +21,8 @@ class SegmentFacts:
     redundant: float  # computed twice, as a part of what one device would compute
     shares: tuple[tuple[str, float], ...]  # of the operations of the segment
     seconds: tuple[tuple[str, float], ...] = ()  # of each device, forward and backward, foreseen
+    redo: int = 0  # samples at a time that are computed a second time in backward; 0: none
+    refill: bool = False  # is what it was given computed a second time, too?
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,15 @@ from manyhands.ir.program import (
     Expect,
     Fold,
     Forward,
+    Keep,
     Loss,
     Measure,
     Place,
     Prepare,
     Receive,
     Redo,
+    Rerun,
+    Restore,
     Return,
     Send,
     Square,
@@ -52,6 +55,8 @@ class Sizes:
                 return f"{type(step).__name__.lower()} {message.content.value}", message.num_bytes
             case Prepare(layer, _, tile) | Place(layer, _, tile) | Return(layer, _, tile):
                 num_bytes = tile.numel * self.layers[layer].item_bytes
+            case Keep(layer, _, tile) | Restore(layer, _, tile):  # a copy like any other
+                return "place", tile.numel * self.layers[layer].item_bytes
             case Drop(layer, segment):
                 tile = self.computed[layer] if segment is None else self.needed[layer, segment]
                 num_bytes = tile.numel * self.layers[layer].item_bytes
@@ -64,6 +69,6 @@ class Sizes:
                 num_bytes = self.output_bytes
             case Square() | Update():
                 num_bytes = self.owned_bytes
-            case Forward() | Backward() | Redo():
+            case Forward() | Backward() | Rerun() | Redo():
                 num_bytes = 0
         return type(step).__name__.lower(), num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from manyhands.errors import RequestError
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.ir.program import (
@@ -12,12 +13,14 @@ from manyhands.ir.program import (
     Expect,
     Fold,
     Forward,
+    Keep,
     Message,
     Place,
     Prepare,
     Program,
     Receive,
     Redo,
+    Restore,
     Send,
     Step,
     Update,
@@ -84,6 +87,7 @@ class _Device:
         self.missing: dict[Buffer, int] = {}  # elements of a prepared tile that have not arrived
         self.tapes: set[int] = set()
         self.unkept: set[int] = set()  # computed, and to be computed again
+        self.aside: set[tuple[str, int, Tile]] = set()
         self.folded: set[int] = set()
         self.updated = False
 
@@ -100,7 +104,7 @@ class _Device:
                 return False
         for buffer in self.liveness.read(step):
             self._require(buffer in self.alive, step, f"{buffer} is not there")
-            ready = isinstance(step, Place) or not self.missing.get(buffer)
+            ready = isinstance(step, Place | Keep | Restore) or not self.missing.get(buffer)
             self._require(ready, step, f"{buffer} is incomplete")
         self.alive |= set(self.liveness.made(step))
         self._act(step, letters)
@@ -116,6 +120,12 @@ class _Device:
                 stale = set().union(*self.owed.values()) & self._weights_of(names)
                 self._require(not stale, step, "some weights are those of the step before")
                 (self.tapes if keep else self.unkept).add(chunk)
+            case Keep(layer, segment, tile):
+                self.aside.add((layer, segment, tile))
+            case Restore(layer, segment, tile):
+                self._require((layer, segment, tile) in self.aside, step, "it was not set aside")
+                self.aside.discard((layer, segment, tile))
+                self.missing[layer, segment] -= tile.numel
             case Redo(chunk):
                 self._require(chunk in self.unkept, step, "it was kept, not computed, or is done already")
                 self.unkept.discard(chunk)
@@ -163,7 +173,7 @@ class _Device:
 
     def finish(self) -> None:
         incomplete = [buffer for buffer, count in self.missing.items() if count]
-        for left, what in ((self.alive, "values"), (self.expected ^ set(self.late), "messages")):
+        for left, what in ((self.alive | self.aside, "values"), (self.expected ^ set(self.late), "messages")):
             if left:
                 raise Flawed(f"{self.name} ends with {what} left over: {sorted(map(str, left))[0]}")
         if incomplete:

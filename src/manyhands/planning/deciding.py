@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -14,10 +14,11 @@ from manyhands.ir.graph import ITEM_BYTES, Graph
 from manyhands.ir.plan import Cost, Kept, Plan
 from manyhands.planning.candidates import by_speed
 from manyhands.planning.choosing import Chooser
+from manyhands.planning.lightening import lightened
 from manyhands.planning.lowering import lower
 from manyhands.planning.pieces import Numbers
 from manyhands.planning.search import Search
-from manyhands.planning.simulation import SGD_WITH_MOMENTUM, simulate
+from manyhands.planning.simulation import SGD_WITH_MOMENTUM, foreseen_peaks, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 from manyhands.planning.weights import BUCKET_BYTES
 
@@ -28,6 +29,7 @@ ROOMY = 4  # of the best plans, those for which it is tried to have more on its 
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
 WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
+LIGHTENED = 4  # plans that are made to fit by computing some of it a second time
 TRIES = 4  # to find a plan that fits, each with a tighter limit
 
 
@@ -97,6 +99,8 @@ def decide(
     found += [decider.foresee("auto", plan) for plan in known if set(plan.devices) <= set(cluster.names)]
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
+    light = decider.lightened(options, searches)
+    found, options = [*found, *light], [*options, *light]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     fitting.sort(key=lambda option: _rank(option, cluster))
     fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
@@ -104,6 +108,13 @@ def decide(
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
     others = (*shown, *(option for option in found if option is not best))
     return Decision(best and decider.with_memory(best), others)
+
+
+def made_to_fit(graph: Graph, plan: Plan, cluster: Cluster, kept: Kept = SGD_WITH_MOMENTUM) -> Plan:
+    """The plan, or the same with some of it computed a second time where only that fits."""
+    decider = _Decider(graph, cluster, kept)
+    light = decider.light(decider.foresee("", plan))
+    return light.plan if light.fits else plan
 
 
 def _rank(option: Option, cluster: Cluster) -> float:
@@ -156,6 +167,33 @@ class _Decider:
             if roomy.fits and roomy.cost.seconds < WORTH * option.cost.seconds:
                 option = roomy
         return option
+
+    def lightened(self, options: list[Option], searches: list[tuple[Layout, ...]]) -> list[Option]:
+        """Of plans that are too large and would be fast, those that compute some of it a second time."""
+        if self.limits() is None:
+            return []
+        whole = [option for layouts in searches for option in self.unlimited(layouts)]
+        large = {option.plan: option for option in (*whole, *options) if option.simulated and not option.fits}
+        best_s = min((option.cost.seconds for option in options if option.fits), default=inf)
+        worth = sorted((o for o in large.values() if o.cost.seconds < best_s), key=lambda o: o.cost.seconds)
+        return [self.light(option) for option in worth[:LIGHTENED]]
+
+    def unlimited(self, layouts: tuple[Layout, ...]) -> list[Option]:
+        """What a search finds where memory is no matter."""
+        found = self.chooser.search(layouts, None)
+        return [] if found is None else [self.foresee("auto", found.plan)]
+
+    def light(self, option: Option) -> Option:
+        """The same, or with some of it computed a second time if it needs more memory than there is."""
+        if option.fits or not option.simulated:
+            return option
+        limits = {device.name: device.memory_bytes for device in self.cluster.devices}
+
+        def fits(plan: Plan) -> bool:
+            peaks = foreseen_peaks(lower(self.graph, plan), self.chooser.costs, self.kept)
+            return all(MARGIN * peak <= (limits[device] or inf) for device, peak in peaks)
+
+        return self.foresee(option.name, lightened(self.graph, option.plan, self.chooser.costs, fits))
 
     def named(self, name: str) -> Option | Refused:
         """A named strategy on all devices, with the best shares; `single` on the fastest device."""

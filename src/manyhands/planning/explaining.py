@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.plan import Cost
-from manyhands.ir.program import Backward, Correct, Forward, Measure, Program, Redo, Send, Step
+from manyhands.ir.program import Backward, Correct, Forward, Measure, Program, Redo, Rerun, Send, Step
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import Timeline, simulate
 
@@ -48,7 +48,7 @@ def _segment(lowered: Lowered, step: Step, chunks: dict[int, int]) -> int | None
         case Forward(chunk, layers):
             chunks[chunk] = lowered.regions.segment_of[layers[0]]
             return chunks[chunk]
-        case Backward(chunk) | Redo(chunk):
+        case Backward(chunk) | Rerun(chunk) | Redo(chunk):
             return chunks[chunk]
         case Measure(layer) | Correct(layer):
             return lowered.regions.segment_of[layer]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from math import prod
 
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Input, Layer
 from manyhands.ir.program import (
     Backward,
@@ -18,6 +19,7 @@ from manyhands.ir.program import (
     Expect,
     Fold,
     Forward,
+    Keep,
     Loss,
     Measure,
     Message,
@@ -25,6 +27,8 @@ from manyhands.ir.program import (
     Prepare,
     Receive,
     Redo,
+    Rerun,
+    Restore,
     Return,
     Send,
     Square,
@@ -53,6 +57,7 @@ class Holding(Passes):
     ) -> None:
         super().__init__(lowered.graph, territory, ledger, channels_last=channels_last)
         self.device, self.program = device, lowered.program(device)
+        self.aside: dict[tuple[str, int, Tile], Block] = {}
         self.arriving: dict[int, tuple[Message, Block]] = {}
         self.sending = {patient: deque[Block]() for patient in (False, True)}
         self.in_flight_bytes = lowered.plan.in_flight_bytes
@@ -99,8 +104,15 @@ class Holding(Passes):
                 self.forward(step)
             case Backward(chunk):
                 self.backward(self.tapes.pop(chunk))
+            case Rerun():
+                self.rerun(step)
             case Redo():
                 self.redo(step)
+            case Keep(layer, segment, tile):
+                self.aside[layer, segment, tile] = self.ledger.new(tile_bytes(self.layers[layer], tile))
+            case Restore(layer, segment, tile):
+                self._write((layer, segment))
+                self.ledger.free(self.aside.pop((layer, segment, tile)))
             case Measure(layer):
                 source = self.layers[layer].inputs[0]
                 if (

@@ -8,11 +8,14 @@ from manyhands.ir.program import (
     Correct,
     Drop,
     Forward,
+    Keep,
     Loss,
     Measure,
     Place,
     Prepare,
     Redo,
+    Rerun,
+    Restore,
     Send,
     Step,
 )
@@ -29,14 +32,17 @@ class Liveness:
         self.outputs, self.regions, self.device = graph.outputs, regions, device
 
     def with_drops(self, steps: list[Step]) -> tuple[Step, ...]:
-        """The same steps with a Drop after the last use of every buffer."""
+        """The same steps with a Drop after the last use of every buffer, each time that it is made."""
         last: dict[Buffer, int] = {}
-        for index, step in enumerate(steps):
-            for buffer in (*self.made(step), *self.read(step)):
-                last[buffer] = index
         drops: dict[int, list[Drop]] = {}
-        for (layer, segment), index in last.items():
-            drops.setdefault(index, []).append(Drop(layer, segment))
+        for index, step in enumerate(steps):
+            for buffer in self.made(step):
+                if buffer in last:  # a second time
+                    drops.setdefault(last.pop(buffer), []).append(Drop(*buffer))
+                last[buffer] = index
+            last |= dict.fromkeys(self.read(step), index)
+        for buffer, index in last.items():
+            drops.setdefault(index, []).append(Drop(*buffer))
         return tuple(s for index, step in enumerate(steps) for s in (step, *drops.get(index, ())))
 
     def made(self, step: Step) -> list[Buffer]:
@@ -44,7 +50,7 @@ class Liveness:
         match step:
             case Prepare(layer, segment):
                 return [(layer, segment)]
-            case Forward(_, layers):
+            case Forward(_, layers) | Rerun(_, layers):
                 return [(name, None) for name in layers if self.leaves(name, set(layers))]
             case _:
                 return []
@@ -65,7 +71,9 @@ class Liveness:
                 return [(self.layers[layer].inputs[0], None)]
             case Correct(layer) if not self.tape_holds_input(self.layers[layer]):
                 return [(self.layers[layer].inputs[0], None)]
-            case Forward(_, layers) | Redo(_, layers):
+            case Keep(layer, segment) | Restore(layer, segment):
+                return [(layer, segment)]
+            case Forward(_, layers) | Rerun(_, layers) | Redo(_, layers):
                 return list(dict.fromkeys(b for name in layers for b in self._inputs(name, set(layers))))
             case Loss():
                 return [

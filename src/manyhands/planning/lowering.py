@@ -17,6 +17,7 @@ from manyhands.ir.program import (
     Expect,
     Fold,
     Forward,
+    Keep,
     Loss,
     Measure,
     Message,
@@ -25,6 +26,8 @@ from manyhands.ir.program import (
     Program,
     Receive,
     Redo,
+    Rerun,
+    Restore,
     Return,
     Send,
     Square,
@@ -35,6 +38,7 @@ from manyhands.ir.territory import Bucket, Territory
 from manyhands.planning.assignment import Assignment, assign, is_source
 from manyhands.planning.chunks import Chunk, chunks, is_per_sample
 from manyhands.planning.liveness import Liveness, reads
+from manyhands.planning.refilling import Refill, Refills
 from manyhands.planning.territories import statistic_domains, territory
 from manyhands.planning.weights import all_held, buckets_after, first_chunk_using
 
@@ -79,6 +83,7 @@ class Lowering:
         self.chunk_of = {name: chunk.index for chunk in self.chunks for name in chunk.layers}
         self.steps: dict[str, list[Step]] = {device: [] for device in plan.devices}
         self.tags = count()
+        self.refills = Refills(graph, plan, self.chunks, self.regions)
         self.buckets = buckets_after(graph, self.holders, self.chunks)
         self.first_use = first_chunk_using(graph, self.chunks)
         self.computed = {d: [c.index for c in self.chunks if self.active(c, d)] for d in plan.devices}
@@ -194,10 +199,7 @@ class Lowering:
     def _before(self, chunk: Chunk) -> None:
         """Post what can be posted before the previous chunk computes."""
         for name in self._inputs(chunk):
-            for device in self.plan.devices:
-                if self.regions.assembled(name, chunk.segment, device):
-                    tile = self.regions.needed[name, chunk.segment][device]
-                    self.steps[device].append(Prepare(name, chunk.segment, tile))
+            self._prepare(name, chunk.segment)
         messages = self.values[chunk.index] + self.moments[chunk.index]
         for message in messages:
             self.steps[message.target].append(Expect(message))
@@ -210,13 +212,23 @@ class Lowering:
         messages = self.values[chunk.index] + self.moments[chunk.index]
         self._send(m for m in messages if not self._ready_before(m, chunk))
         for name in self._inputs(chunk):
-            for device in self.plan.devices:
-                if self.regions.assembled(name, chunk.segment, device):
-                    wanted = self.regions.needed[name, chunk.segment][device]
-                    own = self.regions.home[name][device] & wanted
-                    if own.numel:
-                        self.steps[device].append(Place(name, chunk.segment, own))
-        self._receive(messages)
+            self._place(name, chunk.segment)
+        for message in messages:
+            self._receive([message])
+            if message.content is Content.VALUE and message.layer in self.refills.names.get(chunk.index, ()):
+                self.steps[message.target].append(Keep(message.layer, message.segment, message.tile))
+
+    def _prepare(self, name: str, segment: int) -> None:
+        for device in self.plan.devices:
+            if self.regions.assembled(name, segment, device):
+                self.steps[device].append(Prepare(name, segment, self.regions.needed[name, segment][device]))
+
+    def _place(self, name: str, segment: int) -> None:
+        for device in self.plan.devices:
+            if self.regions.assembled(name, segment, device):
+                own = self.regions.home[name][device] & self.regions.needed[name, segment][device]
+                if own.numel:
+                    self.steps[device].append(Place(name, segment, own))
 
     def _measure(self, chunk: Chunk, *, early: bool) -> None:
         for layer in self._statistics(chunk):
@@ -239,7 +251,7 @@ class Lowering:
     def _compute(self, chunk: Chunk) -> None:
         for device in self.plan.devices:
             if active := self.active(chunk, device):
-                keep = not (self.plan.segments[chunk.segment].redo and self._goes_back(active))
+                keep = not self.plan.segments[chunk.segment].redo
                 self.steps[device].append(Forward(chunk.index, active, keep))
 
     # ---- backward --------------------------------------------------------------------------------------
@@ -255,6 +267,8 @@ class Lowering:
         sums = [self._reverse(m, Content.SUMS) for m in moments if computed[m.layer][m.target].numel]
         for message in (*sums, *gradients):
             self.steps[message.target].append(Expect(message))
+        for refill in self.refills.before(chunk):
+            self._refill(refill)
         for device in self.plan.devices:
             active = self.active(chunk, device)
             if self._goes_back(active):
@@ -272,6 +286,19 @@ class Lowering:
             for device, tile in self.regions.home[layer.inputs[0]].items():
                 if tile.numel and not is_source(self.layers[layer.inputs[0]]):
                     self.steps[device].append(Correct(layer.name))
+
+    def _refill(self, refill: Refill) -> None:
+        """Have what a chunk will read computed again, and put together with what others sent of it."""
+        maker, segment = refill.maker, refill.reader.segment
+        for device in self.plan.devices:
+            if active := self.active(maker, device):
+                self.steps[device].append(Rerun(maker.index, active))
+        for name in refill.names:
+            self._prepare(name, segment)
+            self._place(name, segment)
+        for message in self.values[refill.reader.index]:
+            if message.layer in refill.names:
+                self.steps[message.target].append(Restore(message.layer, segment, message.tile))
 
     def _go_back(self, chunk: Chunk, active: tuple[str, ...], device: str) -> Step:
         samples = self.plan.segments[chunk.segment].redo

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from manyhands.ir.geometry import Tile, samples_at_a_time
 from manyhands.ir.graph import Constant, Convolve, Deconvolve, Graph, Input, Layer, Pointwise, Statistic
-from manyhands.ir.program import Forward, Redo, unread_convolutions, unshared_gradients
+from manyhands.ir.program import Forward, Redo, Rerun, unread_convolutions, unshared_gradients
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.planning.costs import tile_bytes
@@ -42,13 +42,16 @@ class Passes:
         if step.keep:
             self.tapes[step.chunk] = tape
 
+    def rerun(self, step: Rerun) -> None:
+        self._walk(step.chunk, step.layers, Tape(keep=False, again=True))
+
     def _walk(self, chunk: int, names: tuple[str, ...], tape: Tape) -> None:
         last = {source: name for name in names for source in (name, *self.layers[name].inputs)}
         for name in names:
             result = self._compute(self.layers[name], tape)
             tape.here[name] = result, tape.some(self.territory.computed[name])
             if name in self.territory.exports[chunk]:
-                if not tape.again:
+                if tape.leaves:
                     self.values[name, None] = self.ledger.hold(result)
                 if self.layers[name].differentiable:
                     tape.results.append(name)
@@ -165,7 +168,7 @@ class Passes:
         tiles = samples_at_a_time(self.territory.computed[step.layers[0]], step.samples)
         for tile in tiles[:2]:
             samples = tile.spans[0] if tiles[1:] else None
-            tape = Tape(unshared=unshared, again=True, samples=samples, unread=unread)
+            tape = Tape(unshared=unshared, again=True, leaves=False, samples=samples, unread=unread)
             self._walk(step.chunk, step.layers, tape)
             if not tiles[1:]:
                 self.gradients |= given

@@ -20,6 +20,7 @@ from manyhands.ir.program import (
     Program,
     Receive,
     Redo,
+    Rerun,
     Send,
     Step,
     postponed,
@@ -97,7 +98,7 @@ def simulate(
     cost = Cost(
         seconds=warp(max(device.now for device in devices)) - warp(began),
         traffic_bytes=sum(sent_bytes(program) for program in lowered.programs),
-        peak_bytes=_peaks(lowered, costs, kept) if memory else (),
+        peak_bytes=foreseen_peaks(lowered, costs, kept) if memory else (),
     )
     return Timeline(cost, events)
 
@@ -300,6 +301,8 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
                 return own + chunks[chunk][0]
             case Backward(chunk):
                 return own + chunks[chunk][1]
+            case Rerun(chunk):
+                return own + chunks[chunk][0]
             case Redo():
                 return own + _redo_seconds(step, lowered, device, costs)
             case _:
@@ -345,7 +348,7 @@ class _Warp:
         return self.real[place] + (time_s - self.given[place]) * self.slowness[place]
 
 
-def _peaks(lowered: Lowered, costs: Costs, kept: Kept) -> tuple[tuple[str, int], ...]:
+def foreseen_peaks(lowered: Lowered, costs: Costs, kept: Kept) -> tuple[tuple[str, int], ...]:
     """The most memory of each device; where it is limited, freed memory goes back at once."""
 
     def of(name: str) -> int:

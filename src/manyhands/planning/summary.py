@@ -62,6 +62,8 @@ def _segment(lowered: Lowered, index: int, received_bytes: int, seconds: Seconds
         redundant=max(total - once, 0) / once,
         shares=tuple((device, count / total) for device, count in flops.items()),
         seconds=tuple(seconds.items()),
+        redo=segment.redo,
+        refill=segment.refill,
     )
 
 

@@ -34,6 +34,7 @@ class Tape:
     small: list[Block] = field(default_factory=list)  # the graph's own, between what it keeps
     keep: bool = True
     again: bool = False
+    leaves: bool = True  # are results left for later steps?
     samples: Span | None = None  # only these; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
     brought: set[Block] = field(default_factory=set)  # of earlier chunks

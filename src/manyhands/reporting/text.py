@@ -103,11 +103,33 @@ def plan_notes(facts: PlanFacts) -> list[str]:
         for device, size in cost.peak_bytes
     ]
     lines.append(f"Peak memory: {', '.join(peaks)}.")
+    lines += _redone_notes(facts.segments)
     if facts.bound:
         lines.append(f"Bound by {facts.bound}.")
     lines += _advice_notes(facts.advice) if facts.advice else []
     lines.append("Exact: trains as one device would, to rounding." if facts.exact else "NOT exact.")
     return lines
+
+
+def _redone_notes(segments: tuple[SegmentFacts, ...]) -> list[str]:
+    """What is computed twice for the sake of memory."""
+    redone = [index for index, segment in enumerate(segments) if segment.redo]
+    if not redone:
+        return []
+    refilled = [index for index in redone if segments[index].refill]
+    given = f", and of {_ranges(refilled)} even what is read" if refilled else ""
+    return [f"To fit, segments {_ranges(redone)} are computed a second time in backward{given}."]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-3, 5`: neighbours as one."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _advice_notes(advice: Advice) -> list[str]:

@@ -21,7 +21,7 @@ from manyhands.ir.graph import (
     Pointwise,
     Statistic,
 )
-from manyhands.ir.program import Forward, Program, Redo, unread_convolutions, unshared_gradients
+from manyhands.ir.program import Forward, Program, Redo, Rerun, unread_convolutions, unshared_gradients
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.runtime.formats import arranged
@@ -57,6 +57,7 @@ class Run:
     tape: Tape
     keep: bool = True
     again: bool = False
+    leaves: bool = True  # are results left for later steps?
     samples: Span | None = None  # only these; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
     here: dict[str, tuple[Tensor, Tile]] = field(default_factory=dict)
@@ -104,13 +105,17 @@ class Computing:
         if step.keep:
             self.store.tapes[step.chunk] = run.tape
 
+    @torch.no_grad()
+    def rerun(self, step: Rerun) -> None:
+        self._run(step.chunk, step.layers, Run(Tape(), keep=False, again=True))
+
     def _run(self, chunk: int, layers: tuple[str, ...], run: Run) -> None:
         exports = self.territory.exports[chunk]
         for name in layers:
             result = self._compute(self.layers[name], run)
             run.here[name] = result, run.some(self.territory.computed[name])
             if name in exports:
-                if not run.again:
+                if run.leaves:
                     self.store.values[name, None] = result.detach()
                 if result.requires_grad:
                     box = Box()
@@ -228,7 +233,8 @@ class Computing:
         gradients = {name: store.gradients.pop(name) for name in names}
         tiles = samples_at_a_time(self.territory.computed[step.layers[0]], step.samples)
         for tile in tiles:
-            run = Run(Tape(), again=True, samples=tile.spans[0] if tiles[1:] else None, unread=unread)
+            samples = tile.spans[0] if tiles[1:] else None
+            run = Run(Tape(), again=True, leaves=False, samples=samples, unread=unread)
             self._run(step.chunk, step.layers, run)
             run.here.clear()
             if not tiles[1:]:

@@ -28,6 +28,7 @@ class Store:
         self.values: dict[Buffer, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}  # of results, on the computed tile
         self.borrowed: set[str] = set()  # gradients that somebody else may hold too
+        self.aside: dict[tuple[str, int, Tile], Tensor] = {}  # what others sent, to be put in a second time
         self.read_gradients: dict[tuple[str, int], Tensor] = {}  # of tiles put together
         self.tapes: dict[int, Tape] = {}
         self.parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of statistics, by device

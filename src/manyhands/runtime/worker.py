@@ -20,6 +20,7 @@ from manyhands.ir.program import (
     Expect,
     Fold,
     Forward,
+    Keep,
     Loss,
     Measure,
     Place,
@@ -27,6 +28,8 @@ from manyhands.ir.program import (
     Program,
     Receive,
     Redo,
+    Rerun,
+    Restore,
     Return,
     Send,
     Square,
@@ -128,8 +131,14 @@ class Worker(Computing):
                 self.forward(step)
             case Backward(chunk):
                 self.backward(chunk)
+            case Rerun():
+                self.rerun(step)
             case Redo():
                 self.redo(step)
+            case Keep(layer, segment, tile):
+                store.aside[layer, segment, tile] = store.margin(layer, segment, tile).clone()
+            case Restore(layer, segment, tile):
+                store.margin(layer, segment, tile).copy_(store.aside.pop((layer, segment, tile)))
             case Measure(layer):
                 source = self.layers[layer].inputs[0]
                 own = store.own(source, self.territory.home[source])

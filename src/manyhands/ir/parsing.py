@@ -1,0 +1,94 @@
+"""Programs from their text form."""
+
+from __future__ import annotations
+
+import re
+
+from manyhands.ir.geometry import Tile
+from manyhands.ir.program import (
+    Backward,
+    Content,
+    Correct,
+    Drop,
+    Expect,
+    Fold,
+    Forward,
+    Keep,
+    Loss,
+    Measure,
+    Message,
+    Place,
+    Prepare,
+    Program,
+    Receive,
+    Redo,
+    Rerun,
+    Restore,
+    Return,
+    Send,
+    Square,
+    Step,
+    Update,
+)
+
+_MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|from) (\S+) #(\d+) (\d+)")
+_TILED = re.compile(r"(prepare|place|keep|restore|return) (\S+)>(\d+)\[(.*?)\]")
+
+_TILED_STEPS: dict[str, type[Prepare | Place | Keep | Restore | Return]] = {
+    "prepare": Prepare,
+    "place": Place,
+    "keep": Keep,
+    "restore": Restore,
+    "return": Return,
+}
+
+
+def parse_step(text: str, device: str) -> Step:
+    """The step of its text form, as one of `device`'s."""
+    if match := _MESSAGE.fullmatch(text):
+        verb, content, layer, segment, tile, way, other, tag, size = match.groups()
+        source, target = (device, other) if way == "to" else (other, device)
+        where = (Content(content), layer, int(segment), Tile.parse(tile))
+        message = Message(*where, source, target, int(tag), int(size))
+        return Send(message) if verb == "send" else Expect(message) if verb == "expect" else Receive(message)
+    if match := _TILED.fullmatch(text):
+        verb, layer, segment, tile = match.groups()
+        return _TILED_STEPS[verb](layer, int(segment), Tile.parse(tile))
+    verb, _, rest = text.partition(" ")
+    match verb:
+        case "forward":
+            chunk, _, layers = rest.partition(": ")
+            number = chunk.removesuffix(" unkept")
+            return Forward(int(number), tuple(layers.split()), number == chunk)
+        case "rerun":
+            chunk, _, layers = rest.partition(": ")
+            return Rerun(int(chunk), tuple(layers.split()))
+        case "redo":
+            chunk, _, layers = rest.partition(": ")
+            number, _, samples = chunk.partition(" by ")
+            return Redo(int(number), tuple(layers.split()), int(samples or 0))
+        case "backward":
+            return Backward(int(rest))
+        case "fold":
+            return Fold(int(rest))
+        case "measure":
+            return Measure(rest)
+        case "correct":
+            return Correct(rest)
+        case "drop":
+            layer, _, number = rest.partition(">")
+            return Drop(layer, int(number) if number else None)
+        case "loss" if not rest:
+            return Loss()
+        case "square" if not rest:
+            return Square()
+        case "update" if not rest:
+            return Update()
+        case _:
+            raise ValueError(f"not a step: {text!r}")
+
+
+def parse_program(text: str) -> Program:
+    first, *rest = text.strip().splitlines()
+    device = first.removeprefix("program ").strip()
+    return Program(device, tuple(parse_step(line.strip(), device) for line in rest))
