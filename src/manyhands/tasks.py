@@ -175,7 +175,9 @@ def measure(job: dict[str, Any], place: Place) -> None:
     states = [t for s in state.values() for t in s.values() if isinstance(t, Tensor)]
     gradients = [p.grad for p in worker.weights.parameters() if p.grad is not None]
     held = sum(t.numel() * t.element_size() for t in (*parameters, *gradients, *states))
-    say("memory", bare_bytes=bare, ready_bytes=ready, peak_bytes=peak_memory(), held_bytes=held)
+    weights = sum(p.numel() * p.element_size() for p in worker.weights.tensors.values())
+    sizes = {"ready_bytes": ready, "weight_bytes": weights, "peak_bytes": peak_memory(), "held_bytes": held}
+    say("memory", bare_bytes=bare, sent_bytes=worker.transport.sent_bytes, **sizes)
 
 
 def measure_plain(job: dict[str, Any], place: Place) -> None:

@@ -138,5 +138,5 @@ def test_a_model_that_cannot_be_traced_is_refused(images: Tensor) -> None:
 @pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
 @pytest.mark.parametrize("part", [0.1, 0.6])
 def test_a_process_with_no_more_than_the_budget_is_not_killed(part: float) -> None:
-    (row,) = run([Case("resnet18", 96, 4, part)], lambda what: None)
+    (row,) = run([Case("resnet18", 96, 4, part)], 1, lambda what: None)
     assert row.verdict == "held" and row.within, row

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -20,6 +23,7 @@ OFF = 0.05  # of the peak that was measured
 PLANNING_S = 1.0
 STEPS = 3
 PLENTY = 10**12
+Tell = Callable[[str], None]
 MODELS = (
     ("resnet18", 224, 8),
     ("resnet34", 128, 8),
@@ -80,37 +84,48 @@ class Row:
         )
 
 
-def random_cases(count: int, seed: int) -> list[Case]:
+def random_cases(seed: int) -> Iterator[Case]:
+    """Without end."""
     random = Random(seed)
-    cases = []
-    for _ in range(count):
+    while True:
         name, size, batch = random.choice(MODELS)
         size = max(32, int(size * random.uniform(0.5, 1.0)) // 32 * 32)
-        cases.append(Case(name, size, random.randint(max(2, batch // 4), batch), random.uniform(-0.1, 1.0)))
-    return cases
+        yield Case(name, size, random.randint(max(2, batch // 4), batch), random.uniform(-0.1, 1.0))
 
 
-def run(cases: list[Case], tell: Callable[[str], None]) -> tuple[Row, ...]:
-    if reason := why_not():
-        raise RequestError(f"{reason}.")
-    rows = []
-    for number, case in enumerate(cases):
-        tell(f"{case} ({number + 1} of {len(cases)})")
-        rows.append(_row(case))
+def run_until(count: int, seed: int, jobs: int, tell: Tell) -> tuple[Row, ...]:
+    """Random cases until so many were not refused beforehand."""
+    cases, rows = random_cases(seed), list[Row]()
+    while missing := count - sum(row.verdict != "refused" for row in rows):
+        rows += run(list(islice(cases, missing)), jobs, tell)
     return tuple(rows)
 
 
-def _row(case: Case) -> Row:
+def run(cases: list[Case], jobs: int, tell: Tell) -> tuple[Row, ...]:
+    """So many cases at a time, each on its part of the cores."""
+    if reason := why_not():
+        raise RequestError(f"{reason}.")
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    tell(f"{jobs} of {len(cases)} at a time")
+    rows = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for row in pool.map(lambda number: _row(cases[number], number, threads), range(len(cases))):
+            rows.append(row)
+            tell(f"{len(rows)} of {len(cases)} done, the last: {row.case}, {row.verdict}")
+    return tuple(rows)
+
+
+def _row(case: Case, number: int, threads: int) -> Row:
     """In a process of its own that has the budget and no more."""
     budget, least = case.memory_bytes, 0
     if budget is None:
         assert case.part is not None
-        free = _trial(case, PLENTY, 1)
+        free = _trial(case, PLENTY, 1, threads)
         least, most = free["least_bytes"], free["plain_bytes"]
         budget = int(least + case.part * (most - least))
-    with limited("budget", memory_bytes=budget) as group:
+    with limited(f"budget-{number}", memory_bytes=budget) as group:
         try:
-            found = _trial(case, budget, STEPS, group.before)
+            found = _trial(case, budget, STEPS, threads, group.before)
         except RunError as error:
             verdict = "killed" if group.kills else str(error)
             return Row(str(case), budget, 0, 0, 0, 0.0, 0.0, verdict)
@@ -130,7 +145,7 @@ def _row(case: Case) -> Row:
     )
 
 
-def _trial(case: Case, memory: int, steps: int, before: tuple[str, ...] = ()) -> dict[str, Any]:
+def _trial(case: Case, memory: int, steps: int, threads: int, before: tuple[str, ...] = ()) -> dict[str, Any]:
     channels = 1 if case.model == "demo" else 3
     asked = {
         "model": case.model,
@@ -140,7 +155,8 @@ def _trial(case: Case, memory: int, steps: int, before: tuple[str, ...] = ()) ->
         "steps": steps,
     }
     command = [*before, sys.executable, "-m", "manyhands.checkpointing.trial", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
         raise RunError(f"{case}: {last[0]}")

@@ -1,8 +1,9 @@
-"""`manyhands bench` of memory on one device: memory (tables, the race) and budgets."""
+"""`manyhands bench` of memory: memory (tables, the race) and budgets on one device, lighter on several."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from manyhands.consoles import Json, busy, show
 
 
 def add_to(bench: typer.Typer) -> None:
-    for command in (memory, budgets):
+    for command in (memory, budgets, lighter):
         bench.command()(command)
 
 
@@ -60,19 +61,48 @@ def _race(models: tuple[str, ...], rounds: int, plot: Path | None, as_json: bool
 
 
 def budgets(
-    cases: Annotated[int, typer.Option("--cases", min=1, help="Random models, images and budgets.")] = 40,
+    cases: Annotated[int, typer.Option("--cases", min=1, help="That run; others are refused.")] = 40,
     seed: Annotated[int, typer.Option("--seed", help="Other cases.")] = 0,
     headline: Annotated[
         bool,
         typer.Option("--headline", help="Instead: ResNet-152 at 500x500 in 2 GB, ResNet-50 at 1500x1500."),
     ] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Cases at a time: one a core.")] = None,
     as_json: Json = False,
 ) -> None:
     """Does manyhands.fit keep its budget, where the kernel kills who needs more? (root)"""
     from manyhands.benches import budgets as module
 
-    chosen = list(module.HEADLINE) if headline else module.random_cases(cases, seed)
     with busy(as_json) as status:
-        rows = module.run(chosen, lambda what: status.update(f"{what} ..."))
+
+        def tell(what: str) -> None:
+            status.update(f"{what} ...")
+
+        if headline:
+            rows = module.run(list(module.HEADLINE), jobs or 1, tell)
+        else:
+            rows = module.run_until(cases, seed, jobs or len(os.sched_getaffinity(0)), tell)
     print(json.dumps(module.to_json(rows))) if as_json else show(module.table(rows))
     raise typer.Exit(0 if all(row.within for row in rows) else 1)
+
+
+def lighter(
+    model: Annotated[str, typer.Argument(help="A model of the zoo.")] = "yolov2-16",
+    input: Annotated[str, typer.Option("--input", help="Shape of one sample.")] = "3x608x608",
+    batch: Annotated[int, typer.Option("--batch", min=1)] = 32,
+    devices: Annotated[int, typer.Option("--devices", min=1)] = 4,
+    strategy: Annotated[str, typer.Option("--strategy", help="As of `manyhands plan`.")] = "rows",
+    part: Annotated[float, typer.Option("--part", min=0.05, max=0.99, help="Of the plan's memory.")] = 0.5,
+    as_json: Json = False,
+) -> None:
+    """A plan on local devices in half its memory: what is measured, what travels, and is it exact?"""
+    from manyhands.benches import lighter as module
+    from manyhands.loading import parse_inputs
+
+    (shape,) = parse_inputs(input)
+    with busy(as_json) as status:
+        result = module.run(
+            model, shape, batch, strategy, devices, part, lambda what: status.update(f"{what} ...")
+        )
+    print(json.dumps(module.to_json(result))) if as_json else show(module.table(result))
+    raise typer.Exit(0 if result.within else 1)
