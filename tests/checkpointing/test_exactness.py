@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from manyhands.planning.checkpoints import Table, plain
 from manyhands.planning.revolve import revolve
 from manyhands.runtime.recipes import Recipe, recipe_for
 from manyhands.runtime.replaying import Script, run
+from manyhands.runtime.thrift import gradient_of_convolution
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
 
 SMALL = {"unet": 32, "unet-small": 32}
@@ -88,6 +90,44 @@ def test_every_model_of_the_zoo_at_three_budgets(name: str) -> None:
         tried.add(found.actions)
         trial.require_same(found.actions)
     assert len(tried) == 3
+
+
+def test_a_stage_with_too_little_room_is_measured_on_a_part_of_the_image() -> None:
+    """What is foreseen of its other modes comes near to what is measured, and what is tried is exact."""
+    torch.manual_seed(0)
+    trial = Trial(build("resnet18").train(), torch.randn(1, 3, 128, 128))
+    recipes = [recipe_for(code) for code in trial.cut.stages]
+    images, several = [torch.randn(1, 3, 128, 128)], [recipe.modes > 1 for recipe in recipes]
+    chain, _ = measure(
+        trial.cut, recipes, images, trial.model, 1, resident=False, before=lambda stage: several[stage]
+    )
+    for tight, roomy in zip(chain.stages, trial.chain.stages, strict=True):
+        assert tight.modes[-1].backward_bytes == roomy.modes[-1].backward_bytes
+        assert [mode.keeps for mode in tight.modes] == [mode.keeps for mode in roomy.modes]
+        for one, two in zip(tight.modes, roomy.modes, strict=True):
+            assert one.own_bytes == pytest.approx(two.own_bytes, rel=0.1, abs=1e4)
+    table = Table(chain, plain(chain).peak_bytes)
+    assert table.least_bytes is not None
+    found = table.plan(table.least_bytes)
+    assert found is not None
+    trial.require_same(found.actions)
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_the_gradient_of_a_convolution_in_parts(number: int) -> None:
+    """Sample by sample, or by bands of rows: any kernel, stride, padding and dilation."""
+    rng = Random(number)
+    settings = [rng.choice(values) for values in ((1, 3, 5), (1, 2, 3), (0, 1, 3), (1, 2), (1, 2))]
+    module = nn.Conv2d(4, 6, *settings).double()
+    torch.manual_seed(number)
+    images = torch.randn(rng.choice((1, 1, 3)), 4, rng.randint(20, 150), 12, dtype=torch.float64)
+    gradient = torch.randn_like(module(images))
+    whole, parts = (
+        gradient_of_convolution(gradient, images, module, [True] * 3, in_parts=in_parts)
+        for in_parts in (False, True)
+    )
+    for one, two in zip(whole, parts, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
 
 
 class Odd(nn.Module):

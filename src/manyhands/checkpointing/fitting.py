@@ -33,6 +33,7 @@ ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules
 TIGHT = (1.0,)
 REPEATS = 2
 TRIES = 4
+COPIES = 1.4  # of what a convolution reads and makes, while its backward is computed as a whole
 
 
 def fit(
@@ -198,22 +199,36 @@ class _Fitting:
                     weight.grad = None
         return min(times), max(peaks)
 
-    def _refuse_early(self, stage: int) -> None:
-        """Before a stage is measured that would not fit, or any if the largest one cannot fit."""
+    def _refuse_early(self, stage: int) -> bool:
+        """Before a stage is measured that would not fit, or any if the largest one cannot fit.
+
+        Whether it fits only in its own way, and not as it is written.
+        """
         self.tell(f"measuring stage {stage + 1} of {len(self.staged.stages)}")
         return_freed_memory()
-        needs = list(self.needs)
         there = self._bytes(self.staged.states[stage])
         base = current_memory() - there + self.later_bytes
-        code = self.staged.stages[stage]
-        if isinstance(self.recipes[stage], Convolution):  # libraries copy what they work on
-            needs[stage] += self._bytes(code.reads) + self._bytes(code.makes)
+        as_written, frugal = self._measuring(stage)
+        tight = base + as_written > self.budget and self.recipes[stage].modes > 1
+        needs = list(self.needs)
+        needs[stage] = max(needs[stage], frugal if tight else as_written)
         if stage == 0 or base + needs[stage] > self.budget:
             largest = max(range(len(needs)), key=needs.__getitem__)
             if base + needs[largest] > self.budget:
                 raise self._too_little(
                     base + needs[largest], base, self.staged.stages[largest].name, "about "
                 )
+        return tight
+
+    def _measuring(self, stage: int) -> tuple[int, int]:
+        """What a stage takes while it is measured, as it is written and in its last mode."""
+        cut, code = self.staged, self.staged.stages[stage]
+        there, made = self._bytes(cut.states[stage]), self._bytes(code.makes)
+        gradients = [name for name in (*code.reads, *code.makes) if name in cut.differentiable]
+        flowing, read = self._bytes(gradients), self._bytes(code.reads)
+        if isinstance(self.recipes[stage], Convolution):  # libraries copy what they work on
+            return there + flowing + int(COPIES * (read + made)), there + made + max(flowing, read + made)
+        return there + flowing + made, there + flowing - min(made, flowing)
 
     def _least(self, stage: int) -> int:
         """What a stage needs at least in backward: its state, gradients after it, and of what it reads.

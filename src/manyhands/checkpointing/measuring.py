@@ -10,17 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from manyhands.checkpointing.likeness import key_of
 from manyhands.checkpointing.tracking import LiveBytes
 from manyhands.ir.schedule import Chain, Mode, Stage
 from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import AsWritten, Recipe
 from manyhands.runtime.replaying import Growth, Replay, Script
-from manyhands.tracing.stages import StageCode, Staged
+from manyhands.tracing.stages import Staged
 
 REPEATS = 3
+PARTS = 4  # of an image, where the whole is too large
 
 
 @dataclass
@@ -34,11 +36,11 @@ class _Meter:
     keeping: Chain | None  # as measured where freed memory goes back
     known: dict[Hashable, tuple[Stage, Growth, bool]]
 
-    def measure(self, index: int, values: dict[str, Any]) -> tuple[Stage, Growth]:
+    def measure(self, index: int, values: dict[str, Any], *, tight: bool) -> tuple[Stage, Growth]:
         code = self.staged.stages[index]
-        key = _key(code, values)
+        key = key_of(code, values)
         if key not in self.known:
-            stage = self._stage(index, values)
+            stage = self._tight_stage(index, values) if tight else self._stage(index, values)
             growth = self._growth(index, values, len(stage.modes))
             self.known[key] = stage, growth, isinstance(self.recipes[index], AsWritten)
         found, growth, as_written = self.known[key]
@@ -62,8 +64,24 @@ class _Meter:
         replay._present = dict(values)
         return replay
 
-    def _stage(self, index: int, values: dict[str, Any]) -> Stage:
-        same = self._alike(index, values) if self.keeping is None else 0
+    def _tight_stage(self, index: int, values: dict[str, Any]) -> Stage:
+        """There is no room to compute it as it is written: that is done with a part of the images.
+
+        Of its modes only the last is measured as it will be; the others are foreseen from the part.
+        """
+        part = {name: _top_rows(value) for name, value in values.items()}
+        found = self._stage(index, part)
+        whole = self._stage(index, values, last_of=len(found.modes))
+        times = _rows(values) / _rows(part)
+        return replace(whole, modes=(*(_times(mode, times) for mode in found.modes[:-1]), *whole.modes))
+
+    def _stage(self, index: int, values: dict[str, Any], last_of: int | None = None) -> Stage:
+        """`last_of`: how many modes give the same bits, if that is known; then only the last is measured."""
+        first, same = 0, last_of or 0
+        if last_of is not None:
+            first = last_of - 1
+        elif self.keeping is None:
+            same = self._alike(index, values)
         first_s, again_s = [], []
         self.times()
         for _ in range(self.repeats):
@@ -76,7 +94,7 @@ class _Meter:
             before = self.keeping.stages[index]
             modes = tuple(self._mode(index, values, *mode) for mode in enumerate(before.modes))
             return replace(before, first_s=min(first_s), again_s=min(again_s), modes=modes)
-        modes = tuple(self._mode(index, values, mode) for mode in range(same))
+        modes = tuple(self._mode(index, values, mode) for mode in range(first, same))
         with LiveBytes() as live:
             replay = self.replay(index, values)
             replay._advance(index)
@@ -159,7 +177,7 @@ class _Meter:
             keep_freed_memory()
 
     def _give_gradients(self, index: int, replay: Replay) -> None:
-        for name in self.staged.states[index + 1]:
+        for name in self.staged.stages[index].makes:  # others would only be held, or added to
             if name in self.staged.differentiable:
                 like = replay._present[name]
                 fixed = torch.Generator().manual_seed(0)
@@ -212,6 +230,24 @@ class _Meter:
             weight.grad = None
 
 
+def _top_rows(value: Any) -> Any:
+    """Of images, a quarter of the rows."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return value
+    return value[:, :, : max(1, value.shape[2] // PARTS)].contiguous()
+
+
+def _rows(values: dict[str, Any]) -> int:
+    return max(v.shape[2] for v in values.values() if isinstance(v, Tensor) and v.dim() == 4)
+
+
+def _times(mode: Mode, factor: float) -> Mode:
+    """What it would take of an image so many times as large."""
+    seconds = (mode.first_s, mode.again_s, mode.blind_s, mode.backward_s)
+    sizes = (mode.own_bytes, mode.taped_bytes, mode.backward_bytes)
+    return Mode(mode.keeps, *(int(factor * size) for size in sizes), *(factor * each for each in seconds))
+
+
 def _fingerprint(tensor: Tensor) -> str:
     digest = hashlib.blake2b()
     for part in tensor.split(1) if tensor.dim() else (tensor,):
@@ -254,37 +290,6 @@ def _sorted_out(
     return frozenset(found), sum(other.values())
 
 
-def _key(code: StageCode, values: dict[str, Any]) -> Hashable:
-    """Equal for stages that compute alike."""
-    places = {name: n for n, name in enumerate(code.reads)}
-    inner = {call.name: n for n, call in enumerate(code.calls)}
-    modules = iter(code.modules)
-    calls = []
-    for call in code.calls:
-        module = next(modules) if call.op == "call_module" else None
-        what = repr(module) + str(module.training) if module is not None else str(call.target)
-        frozen = () if module is None else tuple(w.requires_grad for w in module.parameters())
-        given = fx.map_arg(
-            (call.args, call.kwargs), lambda n: str((places.get(n.name), inner.get(n.name), _shape(n, code)))
-        )
-        calls.append((call.op, what, frozen, str(given)))
-    shapes = tuple(
-        (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else str(v)
-        for v in (values[n] for n in code.reads)
-    )
-    return tuple(calls), shapes, tuple(inner[name] for name in code.makes)
-
-
-def _shape(node: fx.Node, code: StageCode) -> str:
-    """Of what a call reads of the model itself."""
-    value = code.root.get_parameter(str(node.target)) if _is_weight(node, code) else None
-    return "" if value is None else f"{tuple(value.shape)} {value.requires_grad}"
-
-
-def _is_weight(node: fx.Node, code: StageCode) -> bool:
-    return node.op == "get_attr" and any(name == node.target for name, _ in code.root.named_parameters())
-
-
 def measure(
     staged: Staged,
     recipes: list[Recipe],
@@ -294,21 +299,21 @@ def measure(
     *,
     resident: bool,
     keeping: Chain | None = None,
-    before: Callable[[int], None] = lambda stage: None,
+    before: Callable[[int], bool] = lambda stage: False,
 ) -> tuple[Chain, tuple[Growth, ...]]:
     """A chain with the times and bytes of this machine. The model is left as it was found.
 
     `resident`: bytes are those of the process, so that the work space of torch's libraries is among them;
     otherwise of tensors only. `keeping`: a chain so measured, of which only the times are measured anew,
-    with freed memory kept, and by how much the process then grows. `before` is called before each stage.
+    with freed memory kept, and by how much the process then grows. `before` is called before each stage, and
+    says whether there is too little room to compute it as it is written.
     """
     meter = _Meter(staged, recipes, repeats, resident, keeping, {})
     stages, growths = [], []
     with untouched(model):
         values: dict[str, Any] = dict(zip(staged.inputs, example, strict=True))
         for index in range(len(staged.stages)):
-            before(index)
-            stage, growth = meter.measure(index, values)
+            stage, growth = meter.measure(index, values, tight=before(index))
             stages.append(stage)
             growths.append(growth)
             replay = meter.replay(index, values)

@@ -1,6 +1,6 @@
 """How a stage is computed: as the model has it, or in a way that takes less and gives the same bits.
 
-- A convolution whose result nobody reads is not computed for its backward, which may go sample by sample.
+- A convolution whose result nobody reads is not computed for its backward, which may go in parts.
 - A batch norm, with an addition and an activation behind it: its statistics are measured once, its gradient
   takes the place of the one that came, and the activation keeps its result or one bit an element.
 - A max pool keeps one byte for each result, where in its window it was; torch keeps eight and the input.
@@ -119,7 +119,7 @@ class AsWritten:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution as it comes; in its second mode, backward of the images sample by sample."""
+    """One convolution as it comes; in its second mode, backward of the images in parts."""
 
     code: Code
     module: nn.Conv2d
@@ -148,7 +148,7 @@ class _Convolved(Function):
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        module, blind, ctx.by_samples = rest
+        module, blind, ctx.in_parts = rest
         ctx.save_for_backward(images)
         ctx.module = module
         if blind:
@@ -161,7 +161,7 @@ class _Convolved(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (images,) = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
-        found = gradient_of_convolution(gradients[0], images, ctx.module, wanted, by_samples=ctx.by_samples)
+        found = gradient_of_convolution(gradients[0], images, ctx.module, wanted, in_parts=ctx.in_parts)
         return *found, None, None, None
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+BANDS, BAND_ROWS = 8, 16  # into which a sample is cut, and the fewest rows of one
 BLOCK_BYTES = 1 << 19  # of a tensor that is worked on at a time
 
 
@@ -193,25 +194,50 @@ def _pair(value: Any) -> list[int]:
 
 
 def gradient_of_convolution(
-    gradient: Tensor, images: Tensor, module: nn.Conv2d, wanted: list[bool], *, by_samples: bool
+    gradient: Tensor, images: Tensor, module: nn.Conv2d, wanted: list[bool], *, in_parts: bool
 ) -> tuple[Any, ...]:
     """Gradients of images, weight and bias.
 
-    `by_samples`: torch's libraries copy what they work on, so that of the images is computed sample by
-    sample, and the others after it. It depends on the libraries whether that gives the same bits.
+    `in_parts`: torch's libraries copy what they work on, so that of the images is computed sample by sample,
+    or of one sample by bands of rows, and after the others, which would find it in the way. It depends on the
+    libraries whether that gives the same bits.
     """
-    whole = [*wanted]
-    of_images = None
-    if by_samples and wanted[0] and len(images) > 1:
-        of_images, whole[0] = torch.empty_like(images), False
-        for number in range(len(images)):
-            one = slice(number, number + 1)
-            of_images[one] = _gradient_of_convolution(
-                gradient[one], images[one], module, [True, False, False]
-            )[0]
-    found = _gradient_of_convolution(gradient, images, module, whole) if any(whole) else (None,) * 3
-    first = found[0] if of_images is None else of_images
-    return tuple(g if w else None for g, w in zip((first, *found[1:]), wanted, strict=True))
+    if not (in_parts and wanted[0]):
+        found = _gradient_of_convolution(gradient, images, module, wanted)
+        return tuple(g if w else None for g, w in zip(found, wanted, strict=True))
+    others = [False, *wanted[1:]]
+    found = _gradient_of_convolution(gradient, images, module, others) if any(others) else (None,) * 3
+    of_images = torch.empty_like(images)
+    for number in range(len(images)) if len(images) > 1 else ():
+        one = slice(number, number + 1)
+        of_images[one] = _gradient_of_convolution(gradient[one], images[one], module, [True, False, False])[0]
+    if len(images) == 1:
+        for first in range(0, images.shape[2], rows := max(BAND_ROWS, -(-images.shape[2] // BANDS))):
+            band = slice(first, min(first + rows, images.shape[2]))
+            of_images[:, :, band] = _band(gradient, images, module, band.start, band.stop)
+    return of_images, *(g if w else None for g, w in zip(found[1:], wanted[1:], strict=True))
+
+
+def _band(gradient: Tensor, images: Tensor, module: nn.Conv2d, first: int, stop: int) -> Tensor:
+    """The gradient of some rows of the images, from those rows of the result's that they have a part in."""
+    (padding, columns), (stride, _), (dilation, _) = _pair(module.padding), module.stride, module.dilation
+    reach = dilation * (module.kernel_size[0] - 1)
+    low = max(0, -(-(first + padding - reach) // stride))
+    high = min(gradient.shape[2], (stop - 1 + padding) // stride + 1)
+    if low >= high:  # rows that no window touches
+        return torch.zeros_like(images[:, :, first:stop])
+    start = low * stride - padding  # the row of the images at which those windows begin
+    touched = (high - 1 - low) * stride + reach + 1
+    unread = images.new_empty(1, images.shape[1], touched, images.shape[3])
+    settings = module.stride, (0, columns), module.dilation, False, [0, 0], module.groups
+    wanted = [True, False, False]
+    found = torch.ops.aten.convolution_backward(
+        gradient[:, :, low:high], unread, module.weight, None, *settings, wanted
+    )[0]
+    begin, end = max(first - start, 0), min(stop - start, touched)
+    inside: Tensor = found[:, :, begin:end]
+    before, after = max(start - first, 0), max(stop - start - touched, 0)  # rows that no window touches
+    return torch.nn.functional.pad(inside, (0, 0, before, after)) if before or after else inside
 
 
 def _gradient_of_convolution(

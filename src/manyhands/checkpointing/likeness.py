@@ -1,0 +1,41 @@
+"""Which stages of a model compute alike: those are measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, fx
+
+from manyhands.tracing.stages import StageCode
+
+
+def key_of(code: StageCode, values: dict[str, Any]) -> Hashable:
+    """Equal for stages that compute alike."""
+    places = {name: n for n, name in enumerate(code.reads)}
+    inner = {call.name: n for n, call in enumerate(code.calls)}
+    modules = iter(code.modules)
+    calls = []
+    for call in code.calls:
+        module = next(modules) if call.op == "call_module" else None
+        what = repr(module) + str(module.training) if module is not None else str(call.target)
+        frozen = () if module is None else tuple(w.requires_grad for w in module.parameters())
+        given = fx.map_arg(
+            (call.args, call.kwargs), lambda n: str((places.get(n.name), inner.get(n.name), _shape(n, code)))
+        )
+        calls.append((call.op, what, frozen, str(given)))
+    shapes = tuple(
+        (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else str(v)
+        for v in (values[n] for n in code.reads)
+    )
+    return tuple(calls), shapes, tuple(inner[name] for name in code.makes)
+
+
+def _shape(node: fx.Node, code: StageCode) -> str:
+    """Of what a call reads of the model itself."""
+    value = code.root.get_parameter(str(node.target)) if _is_weight(node, code) else None
+    return "" if value is None else f"{tuple(value.shape)} {value.requires_grad}"
+
+
+def _is_weight(node: fx.Node, code: StageCode) -> bool:
+    return node.op == "get_attr" and any(name == node.target for name, _ in code.root.named_parameters())
