@@ -47,6 +47,7 @@ class Table:
             stop: np.full((1 + stop - self._earliest(stop), self.slots + 2), np.inf, np.float32)
             for stop in range(1, length + 1)
         }
+        self._carried = _carried(chain)
         for first in reversed(range(length)):
             self._fill(first)
 
@@ -62,25 +63,29 @@ class Table:
         """Slots for so many bytes; more than there are, if it is too much."""
         return min(-int(-num_bytes // self.slot_bytes), self.slots + 1)
 
+    def _all_rounded(self, num_bytes: NDArray[np.float64]) -> NDArray[np.int64]:
+        return np.minimum(np.ceil(num_bytes / self.slot_bytes), self.slots + 1).astype(np.int64)
+
     def _fill(self, first: int) -> None:
         """All parts that begin with this stage, the shortest first."""
         chain = self.chain
         here = min(rest for rest in self.rests if rest > first)
         stops = np.array([*range(first + 1, here + 1), *(rest for rest in self.rests if rest > here)])
-        beyond = [self._rounded(chain.bytes_of(chain.states[n] - chain.states[first])) for n in stops]
-        ways = self._ways(first)
+        beyond = self._all_rounded(self._carried[first, stops])
+        ways = self._ways(first)[stops - first - 1]
         slots = np.arange(self.slots + 1)
-        shifted = np.maximum(slots - np.array(beyond)[:, None], -1)
-        before = np.zeros((len(stops), self.slots + 1))  # seconds of the part before each of them
+        shifted = np.maximum(slots - beyond[:, None], -1)
+        before = np.zeros((len(stops), self.slots + 1), np.float32)  # seconds of the part before each of them
+        tapes = [_Taped(self, first, mode) for mode in chain.stages[first].modes]
         for count, stop in enumerate(stops):
-            best, decision = self._taped(first, int(stop))
+            best, decision = self._taped(tapes, int(stop))
             if count:
                 middles, arriving = stops[:count], chain.gradients[stop]
                 found = self._seconds[int(stop)][(stop - middles)[:, None], shifted[:count]] + before[:count]
                 walked = self._walked[int(stop) == len(chain.stages)]
-                found += (walked[middles] - walked[first])[:, None]
-                needed = [self._rounded(ways[middle] + arriving) for middle in middles]
-                found[slots < np.array(needed)[:, None]] = np.inf
+                found += (walked[middles] - walked[first]).astype(np.float32)[:, None]
+                needed = self._all_rounded(ways[:count] + arriving)
+                found[slots < needed[:, None]] = np.inf
                 choice = found.argmin(axis=0)
                 least = found[choice, slots]
                 decision[least < best] = middles[choice][least < best]
@@ -89,34 +94,18 @@ class Table:
             self.decisions[first, int(stop)] = decision
             before[count] = best
 
-    def _taped(self, first: int, stop: int) -> tuple[Row, NDArray[np.int16]]:
+    def _taped(self, tapes: list[_Taped], stop: int) -> tuple[Row, NDArray[np.int16]]:
         """The first stage is taped at once, in its best mode."""
-        rows = np.array([self._taped_in(first, stop, mode) for mode in self.chain.stages[first].modes])
-        best = rows.argmin(axis=0)
-        return rows[best, np.arange(self.slots + 1)], (_TAPED - best).astype(np.int16)
+        rows = [tape.row(stop) for tape in tapes]
+        if len(rows) == 1:
+            return rows[0], np.full(self.slots + 1, _TAPED, np.int16)
+        best = np.argmin(rows, axis=0)
+        return np.min(rows, axis=0), (_TAPED - best).astype(np.int16)
 
-    def _taped_in(self, first: int, stop: int, mode: Mode) -> Row:
-        chain = self.chain
-        last, alone = stop == len(chain.stages), stop == first + 1
-        forward_s = mode.first_s if last else mode.blind_s if alone else mode.again_s
-        forward_bytes = 0 if alone and not last and mode.blind_s == 0 else mode.taped_bytes
-        forward_bytes += chain.gradients[stop]
-        backward_bytes = chain.kept_bytes(first, mode) + chain.gradients[first + 1] + mode.backward_bytes
-        row = np.full(self.slots + 1, forward_s + mode.backward_s)
-        if not alone:
-            held = self._rounded(chain.held_bytes(first, mode))
-            row += self._seconds[stop][stop - first - 1][np.maximum(np.arange(self.slots + 1) - held, -1)]
-        row[: self._rounded(max(forward_bytes, backward_bytes))] = np.inf
-        return row
-
-    def _ways(self, first: int) -> dict[int, int]:
+    def _ways(self, first: int) -> NDArray[np.float64]:
         """The most bytes at once on the way from one state to each later one, beyond the first."""
-        chain, most, found = self.chain, 0, {}
-        for stage in range(first, len(chain.stages)):
-            carried = chain.bytes_of(chain.states[stage] - chain.states[first])
-            most = max(most, carried + chain.stages[stage].forward_bytes)
-            found[stage + 1] = most
-        return found
+        forward = np.array([stage.forward_bytes for stage in self.chain.stages[first:]], float)
+        return np.asarray(np.maximum.accumulate(self._carried[first, first:-1] + forward))
 
     @property
     def least_bytes(self) -> int | None:
@@ -163,6 +152,32 @@ class Table:
         self._enter(actions, first, decision, slots, stored=True)
 
 
+class _Taped:
+    """The first stage of parts, taped in one of its modes, and the rest after it."""
+
+    def __init__(self, table: Table, first: int, mode: Mode) -> None:
+        chain = table.chain
+        self.table, self.first, self.mode, self.length = table, first, mode, len(chain.stages)
+        self.backward_bytes = chain.kept_bytes(first, mode) + chain.gradients[first + 1] + mode.backward_bytes
+        held = table._rounded(chain.held_bytes(first, mode))
+        self.left = np.maximum(np.arange(table.slots + 1) - held, -1)
+
+    def row(self, stop: int) -> Row:
+        """Seconds up to a state, by slots."""
+        mode, table = self.mode, self.table
+        last, alone = stop == self.length, stop == self.first + 1
+        forward_s = mode.first_s if last else mode.blind_s if alone else mode.again_s
+        forward_bytes = 0 if alone and not last and mode.blind_s == 0 else mode.taped_bytes
+        needed = max(forward_bytes + table.chain.gradients[stop], self.backward_bytes)
+        seconds = np.float32(forward_s + mode.backward_s)
+        if alone:
+            row: Row = np.full(table.slots + 1, seconds)
+        else:
+            row = table._seconds[stop][stop - self.first - 1][self.left] + seconds
+        row[: table._rounded(needed)] = np.inf
+        return row
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     """A schedule, how long it takes and how many bytes beyond the first state it needs at most."""
@@ -188,6 +203,15 @@ def plain(chain: Chain) -> Checkpoints:
         back = chain.kept_bytes(index, mode) + chain.gradients[index + 1] + mode.backward_bytes
         peak = max(peak, arrived, held + back)
     return Checkpoints(tuple(actions), chain.plain_s, peak + chain.noted_bytes)
+
+
+def _carried(chain: Chain) -> NDArray[np.float64]:
+    """Bytes of each state (column) that are not in another one (row)."""
+    inside = np.zeros((len(chain.states), len(chain.tensor_bytes)))
+    for number, state in enumerate(chain.states):
+        inside[number, list(state)] = 1.0
+    weighed = inside * np.array(chain.tensor_bytes, float)
+    return np.asarray(weighed.sum(axis=1) - inside @ weighed.T)
 
 
 def _rests(chain: Chain) -> tuple[int, ...]:
