@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from manyhands.ir.geometry import Tile
+from manyhands.ir.graph import Layer
+from manyhands.ir.program import Program, Redo, Rerun
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +82,18 @@ class Territory:
     owned: tuple[Piece, ...]  # of the trainable weights: what the optimiser of this device changes
     buckets: dict[int, Bucket]  # those in which this device has a part
     in_flight_bytes: int  # that may be on their way out while it goes on
+
+    def buffer(self, source: str, segment: int) -> tuple[str, int | None]:
+        """Where a segment finds a tensor: in a tile put together for it, or as this device computed it."""
+        return source, segment if (source, segment) in self.needed else None
+
+    def read_again(self, program: Program, layers: Mapping[str, Layer]) -> set[tuple[str, int | None]]:
+        """What is read a second time in backward, so that nobody may overwrite it before."""
+        again = [step.layers for step in program.steps if isinstance(step, Redo | Rerun)]
+        return {
+            self.buffer(source, self.segment_of[name])
+            for names in again
+            for name in names
+            for source in layers[name].inputs
+            if source not in names
+        }

@@ -55,8 +55,9 @@ class Holding(Passes):
     def __init__(
         self, lowered: Lowered, device: str, territory: Territory, ledger: Ledger, *, channels_last: bool
     ) -> None:
-        super().__init__(lowered.graph, territory, ledger, channels_last=channels_last)
-        self.device, self.program = device, lowered.program(device)
+        program = lowered.program(device)
+        super().__init__(lowered.graph, program, territory, ledger, channels_last=channels_last)
+        self.device = device
         self.aside: dict[tuple[str, int, Tile], Block] = {}
         self.arriving: dict[int, tuple[Message, Block]] = {}
         self.sending = {patient: deque[Block]() for patient in (False, True)}

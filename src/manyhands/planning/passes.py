@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from manyhands.ir.geometry import Tile, samples_at_a_time
 from manyhands.ir.graph import Constant, Convolve, Deconvolve, Graph, Input, Layer, Pointwise, Statistic
-from manyhands.ir.program import Forward, Redo, Rerun, unread_convolutions, unshared_gradients
+from manyhands.ir.program import Forward, Program, Redo, Rerun, unread_convolutions, unshared_gradients
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.planning.costs import tile_bytes
@@ -22,9 +22,12 @@ NODE_BYTES = 1 << 10  # of autograd's own for each layer: too small to count, bu
 class Passes:
     """What the layers of one device hold in memory, forward and backward."""
 
-    def __init__(self, graph: Graph, territory: Territory, ledger: Ledger, *, channels_last: bool) -> None:
+    def __init__(
+        self, graph: Graph, program: Program, territory: Territory, ledger: Ledger, *, channels_last: bool
+    ) -> None:
         self.graph, self.layers, self.territory = graph, graph.by_name(), territory
-        self.ledger, self.channels_last = ledger, channels_last
+        self.program, self.ledger, self.channels_last = program, ledger, channels_last
+        self.read_again = territory.read_again(program, self.layers)
         self.values: dict[Buffer, Block] = {}
         self.batch: dict[str, tuple[Block, Tile]] = {}
         self.tapes: dict[int, Tape] = {}
@@ -93,7 +96,7 @@ class Passes:
     def _result(self, layer: Layer, inputs: list[Block], size: int, tape: Tape) -> Block:
         """The memory of a layer's result: of its own, or that of its input."""
         overwrites = isinstance(layer.operation, Pointwise)
-        if saved_of(layer).view and inputs and (not overwrites or tape.may_overwrite(inputs[0])):
+        if saved_of(layer).view and inputs and not (overwrites and inputs[0] in tape.borrowed):
             return self.ledger.hold(inputs[0])
         return self.ledger.new(size)
 
@@ -109,9 +112,8 @@ class Passes:
         """The same where it is computed a second time."""
         for name in step.layers:
             if name in self.territory.exchanges and self.layers[name].statistic is not Statistic.MEAN:
-                source, segment = self.layers[name].inputs[0], self.territory.segment_of[name]
-                where = segment if (source, segment) in self.territory.needed else None
-                self._keep_own_input(self.layers[name], [self.values[source, where]])
+                buffer = self.territory.buffer(self.layers[name].inputs[0], self.territory.segment_of[name])
+                self._keep_own_input(self.layers[name], [self.values[buffer]])
 
     def _keep_own_input(self, layer: Layer, inputs: list[Block]) -> None:
         """A norm whose statistics are exchanged keeps its input until its gradient is corrected."""
@@ -131,7 +133,6 @@ class Passes:
             return self.ledger.new(0)
         if source not in tape.here:
             tape.here[source] = self._bring(source, node.layer, tape)
-            tape.brought.add(tape.here[source][0])
         block, tile = tape.here[source]
         node.reads.append((source, size, tile_bytes(layer, tile)))
         if need != tile and isinstance(node.layer.operation, Convolve | Deconvolve):
@@ -140,12 +141,16 @@ class Passes:
 
     def _bring(self, source: str, reader: Layer, tape: Tape) -> tuple[Block, Tile]:
         """A result of an earlier chunk: as it was put together for this segment, or as it was computed."""
-        segment = self.territory.segment_of[reader.name]
-        tile = self.territory.needed.get((source, segment))
-        buffer: Buffer = (source, None if tile is None else segment)
+        buffer = self.territory.buffer(source, self.territory.segment_of[reader.name])
+        tile = (
+            self.territory.computed[source] if buffer[1] is None else self.territory.needed[source, buffer[1]]
+        )
         if self.layers[source].differentiable:
             tape.sources[source] = buffer
-        return self.ledger.hold(self.values[buffer]), tape.some(tile or self.territory.computed[source])
+        block = self.ledger.hold(self.values[buffer])
+        if tape.again or buffer in self.read_again:
+            tape.borrowed.add(block)
+        return block, tape.some(tile)
 
     # ---- backward --------------------------------------------------------------------------------------
 

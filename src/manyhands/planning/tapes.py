@@ -37,11 +37,8 @@ class Tape:
     leaves: bool = True  # are results left for later steps?
     samples: Span | None = None  # only these; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
-    brought: set[Block] = field(default_factory=set)  # of earlier chunks
+    borrowed: set[Block] = field(default_factory=set)  # that have to stay as they are
 
     def some(self, tile: Tile) -> Tile:
         """Of a tile, the samples of this pass."""
         return tile if self.samples is None else tile.with_span(0, tile.spans[0] & self.samples)
-
-    def may_overwrite(self, block: Block) -> bool:
-        return (self.keep and not self.again) or block not in self.brought

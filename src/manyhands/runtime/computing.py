@@ -51,7 +51,6 @@ class Run:
     """One pass through the layers of a chunk.
 
     `keep`: it is on tape. `again`: for the second time, so statistics do not follow the batch once more.
-    What a chunk reads stays as it is where it will be read a second time.
     """
 
     tape: Tape
@@ -61,7 +60,7 @@ class Run:
     samples: Span | None = None  # only these; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
     here: dict[str, tuple[Tensor, Tile]] = field(default_factory=dict)
-    brought: set[int] = field(default_factory=set)  # memory of what was computed outside of the chunk
+    borrowed: set[int] = field(default_factory=set)  # memory that has to stay as it is
 
     def some(self, tile: Tile) -> Tile:
         """Of a tile, the samples of this run."""
@@ -69,8 +68,7 @@ class Run:
 
     def may_overwrite(self, tensor: Tensor) -> bool:
         """Will nobody else read it?"""
-        once = self.keep and not self.again
-        return once or tensor.untyped_storage().data_ptr() not in self.brought
+        return tensor.untyped_storage().data_ptr() not in self.borrowed
 
 
 class Computing:
@@ -94,6 +92,7 @@ class Computing:
         forwards = [step for step in program.steps if isinstance(step, Forward)]
         self.last_uses = {step.chunk: last_uses(step, self.layers) for step in forwards}
         self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
+        self.read_again = territory.read_again(program, self.layers)
         self.anchor = torch.zeros((), requires_grad=True)
 
     # ---- forward -------------------------------------------------------------------------------------
@@ -152,7 +151,6 @@ class Computing:
         """A tile of an input: from this chunk, or as a source of its tape, or of the batch or a weight."""
         if source not in run.here:
             run.here[source] = self._bring(source, reader, run)
-            run.brought.add(run.here[source][0].untyped_storage().data_ptr())
         tensor, tile = run.here[source]
         if not need.numel:
             return tensor.new_empty(need.shape)
@@ -175,6 +173,8 @@ class Computing:
         if not tile.numel:
             return torch.empty(tile.shape, dtype=self.store.dtype(source)), tile
         value = self.store.values[buffer][tile.within(whole)]
+        if run.again or buffer in self.read_again:
+            run.borrowed.add(value.untyped_storage().data_ptr())
         if not layer.differentiable:
             return value, tile
         box = run.tape.sources.setdefault(buffer, Box())

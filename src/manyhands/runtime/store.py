@@ -59,8 +59,7 @@ class Store:
         return self.values[layer, segment][tile.within(self.territory.needed[layer, segment])]
 
     def buffer(self, source: str, segment: int) -> Buffer:
-        """Where a segment finds a tensor: in a tile put together for it, or as this device computed it."""
-        return source, segment if (source, segment) in self.territory.needed else None
+        return self.territory.buffer(source, segment)
 
     def tile_of(self, buffer: Buffer) -> Tile:
         layer, segment = buffer
