@@ -1,6 +1,7 @@
-"""Memory against time: our schedules and torch's checkpoint_sequential, in turns in one process, one thread.
+"""Memory against time: our schedules and torch's own ways, in turns in one process, one thread.
 
-Memory is the most bytes of tensors at once that a step makes, without weights and their gradients; time is
+Memory is the most bytes of tensors at once that a step makes, without weights and their gradients; of code
+that torch.compile made, by how much the process grows at most, since its tensors cannot be followed. Time is
 that of the processor. Both are parts of what plain training takes.
 """
 
@@ -13,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from manyhands.checkpointing.measuring import measure
 from manyhands.checkpointing.tracking import most_alive
 from manyhands.loading import load_model
 from manyhands.planning.checkpoints import Table as Schedules
+from manyhands.runtime.allocator import trim
+from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import recipe_for
 from manyhands.runtime.replaying import Script
 from manyhands.runtime.replaying import run as replay
@@ -34,7 +38,8 @@ TARGETS: dict[str, tuple[tuple[float, float], ...]] = {
     "resnet50": ((0.30, 1.30), (0.20, 1.40)),
     "resnet101": ((0.20, 1.30),),
 }
-OURS, THEIRS = "manyhands", "checkpoint_sequential"
+OURS, THEIRS, COMPILED = "manyhands", "checkpoint_sequential", "torch.compile"
+COMPILED_BUDGETS = (0.7, 0.4, 0.1)  # of what it would keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class Result:
 
 
 Step = Callable[[], None]
+Tell = Callable[[str], None]
 
 
 class _Track:
@@ -112,6 +118,27 @@ class _Track:
 
         return {segments: steps(segments) for segments in range(2, len(parts) + 1)}
 
+    def compiled(self, budget: float) -> Step:
+        """By torch.compile, which may keep a part of what it would."""
+        torch._dynamo.reset()
+        with functorch_config.patch(activation_memory_budget=budget):
+            module = torch.compile(self.model)
+
+            def step() -> None:
+                module(self.images).sum().backward()
+
+            step()  # it is compiled with the first step
+        return step
+
+    def grown_bytes(self, step: Step) -> int:
+        """By how much the process grows in a step, from when all that is free went back."""
+        step()
+        trim()
+        before = current_memory()
+        forget_peak()
+        step()
+        return peak_memory() - before
+
     def ours(self) -> Callable[[int], Step | None]:
         """A step within so many bytes, if there is one."""
         cut = staged(self.model, [self.images])
@@ -152,36 +179,45 @@ def _in_a_row(model: nn.Module) -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-def run(models: tuple[str, ...], rounds: int, tell: Callable[[str], None]) -> tuple[Result, ...]:
+def run(models: tuple[str, ...], rounds: int, compiled: bool, tell: Tell) -> tuple[Result, ...]:
     torch.set_num_threads(1)
-    return tuple(_race(name, rounds, tell) for name in models)
+    return tuple(_race(name, rounds, compiled, tell) for name in models)
 
 
-def _race(name: str, rounds: int, tell: Callable[[str], None]) -> Result:
+def _race(name: str, rounds: int, compiled: bool, tell: Tell) -> Result:
     tell(f"{name}: measuring stages")
     track = _Track(name)
     within = track.ours()
     steps: dict[str, Step] = {"plain": track.plain}
     points: dict[str, Point] = {}
 
-    def add(who: str, what: str, step: Step, limit: float | None = None) -> str:
+    def add(who: str, what: str, step: Step, limit: float | None = None, part: float | None = None) -> str:
         key = f"{who} {what}"
         steps[key] = step
-        part = track.bytes_of(step) / track.plain_bytes
+        part = part or track.bytes_of(step) / track.plain_bytes
         points[key] = Point(who, what, part, 0.0, track.is_exact(step), limit)
         return key
 
+    def match(peer: str, part: float) -> None:
+        mine = within(int(part * track.plain_bytes))
+        if mine is not None:
+            rivals[add(OURS, f"as much as {points[peer].what}", mine)] = peer
+
     rivals: dict[str, str] = {}
+    for budget in COMPILED_BUDGETS if compiled else ():
+        tell(f"{name}: compiling for {budget:.0%}")
+        step = track.compiled(budget)
+        part = track.grown_bytes(step) / track.grown_bytes(track.plain)
+        peer = add(COMPILED, f"budget {budget:g}", step, part=part)
+        if part < 1:
+            match(peer, part)
     lowest = 1.0
     for segments, step in track.peers().items():
         tell(f"{name}: memory of {segments} segments")
         part = track.bytes_of(step) / track.plain_bytes
         if part < lowest:  # another needs no more, and computes no more a second time
             lowest = part
-            peer = add(THEIRS, f"{segments} segments", step)
-            mine = within(int(part * track.plain_bytes))
-            if mine is not None:
-                rivals[add(OURS, f"as much as {segments} segments", mine)] = peer
+            match(add(THEIRS, f"{segments} segments", step), part)
     for part, limit in TARGETS.get(name, ()):
         mine = within(int(part * track.plain_bytes))
         if mine is not None:
@@ -195,7 +231,7 @@ def _race(name: str, rounds: int, tell: Callable[[str], None]) -> Result:
     return Result(name, track.plain_bytes, median(times["plain"]), found)
 
 
-def _in_turns(steps: dict[str, Step], rounds: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
+def _in_turns(steps: dict[str, Step], rounds: int, tell: Tell) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {key: [] for key in steps}
     for number in range(rounds + 1):
         tell(f"round {number} of {rounds}")
@@ -238,7 +274,7 @@ def panels(results: tuple[Result, ...]) -> dict[str, dict[str, tuple[tuple[float
     return {
         result.model: {
             who: tuple(sorted((p.memory, p.time) for p in result.points if p.who == who))
-            for who in (OURS, THEIRS)
+            for who in dict.fromkeys(p.who for p in result.points)
         }
         for result in results
     }

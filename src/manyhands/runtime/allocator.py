@@ -18,7 +18,7 @@ def return_freed_memory(threshold_bytes: int = _THRESHOLD) -> bool:
 
     By default glibc raises its threshold to 32 MB as blocks are freed, and then keeps and scatters them.
     """
-    return _set(_returning(threshold_bytes)) and _trimmed()
+    return _set(_returning(threshold_bytes)) and trim()
 
 
 def _returning(threshold_bytes: int) -> dict[int, int]:
@@ -49,7 +49,7 @@ class Room:
     def make(self, growth_bytes: int) -> None:
         """Before something that lets the process grow by so much if freed memory is kept."""
         if not self._fits(growth_bytes):
-            _trimmed()
+            trim()
         keep_freed_memory() if self._fits(growth_bytes) else _set(_returning(_THRESHOLD))
 
     def leave(self) -> None:
@@ -70,10 +70,10 @@ def _set(settings: dict[int, int]) -> bool:
     return mallopt is not None and all(mallopt(key, value) == 1 for key, value in settings.items())
 
 
-def _trimmed() -> bool:
+def trim() -> bool:
     """Give back whatever is free, also between blocks in use."""
-    trim = _libc("malloc_trim")
-    if trim is None:
+    malloc_trim = _libc("malloc_trim")
+    if malloc_trim is None:
         return False
-    trim(0)
+    malloc_trim(0)
     return True
