@@ -16,6 +16,8 @@ from manyhands.planning.checking import Flawed, check
 from manyhands.planning.lowering import Lowered, lower
 from manyhands.planning.memory import FIRST_STEP_BYTES, peaks
 from manyhands.planning.simulation import simulate
+from manyhands.planning.summary import summarise
+from manyhands.reporting.text import plan_notes
 from tests.planning.plans import conv, lowered, small_net, two_convs
 
 BARE = 100_000_000
@@ -174,3 +176,17 @@ def test_computing_twice_takes_longer_and_holds_less() -> None:
     held = [max(peaks(each, bare_bytes=0).values()) for each in (plain, found)]
     assert held[1] < 0.75 * held[0]
     assert costs[0].traffic_bytes == costs[1].traffic_bytes == costs[2].traffic_bytes
+
+
+def test_the_plan_says_what_is_computed_twice_and_what_does_not_fit() -> None:
+    graph = deep_net()
+    needed = most(graph, plan(graph, 2, "rows"))
+    cluster = limited(2, int(0.75 * needed))
+    found = lower(graph, plan(graph, cluster, "rows"))
+    notes = "\n".join(plan_notes(summarise(found, cluster)))
+    assert "To fit, segments " in notes
+    assert "NOT fit" not in notes
+    tiny = limited(2, BARE + 1)
+    notes = "\n".join(plan_notes(summarise(lower(graph, plan(graph, tiny, "rows")), tiny)))
+    assert "Does NOT fit: device-0, device-1 would need more memory than there is." in notes
+    assert "computed a second time" not in notes

@@ -103,6 +103,8 @@ def plan_notes(facts: PlanFacts) -> list[str]:
         for device, size in cost.peak_bytes
     ]
     lines.append(f"Peak memory: {', '.join(peaks)}.")
+    if short := [device for device, size in cost.peak_bytes if size > (limits.get(device) or size)]:
+        lines.append(f"Does NOT fit: {', '.join(short)} would need more memory than there is.")
     lines += _redone_notes(facts.segments)
     if facts.bound:
         lines.append(f"Bound by {facts.bound}.")
