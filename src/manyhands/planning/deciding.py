@@ -18,7 +18,7 @@ from manyhands.planning.lightening import lightened
 from manyhands.planning.lowering import lower
 from manyhands.planning.pieces import Numbers
 from manyhands.planning.search import Search
-from manyhands.planning.simulation import SGD_WITH_MOMENTUM, foreseen_peaks, simulate
+from manyhands.planning.simulation import SGD_WITH_MOMENTUM, foreseen_peak, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 from manyhands.planning.weights import BUCKET_BYTES
 
@@ -29,7 +29,7 @@ ROOMY = 4  # of the best plans, those for which it is tried to have more on its 
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
 WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
-LIGHTENED = 4  # plans that are made to fit by computing some of it a second time
+LIGHTENED = 3  # plans that are made to fit by computing some of it a second time
 TRIES = 4  # to find a plan that fits, each with a tighter limit
 
 
@@ -187,13 +187,24 @@ class _Decider:
         """The same, or with some of it computed a second time if it needs more memory than there is."""
         if option.fits or not option.simulated:
             return option
-        limits = {device.name: device.memory_bytes for device in self.cluster.devices}
+        found, looked_at = option, set[str]()
+        while short := {d: need / limit for d, need, limit in found.over if d not in looked_at}:
+            looked_at |= set(short) if looked_at else {max(short, key=short.__getitem__)}
+            found = self._light_on(option, looked_at)
+        return found
+
+    def _light_on(self, option: Option, devices: set[str]) -> Option:
+        """So light that it fits on these devices, the tightest: to look at all takes its time."""
+        costs, limits = self.chooser.costs, {d.name: d.memory_bytes for d in self.cluster.devices}
 
         def fits(plan: Plan) -> bool:
-            peaks = foreseen_peaks(lower(self.graph, plan), self.chooser.costs, self.kept)
-            return all(MARGIN * peak <= (limits[device] or inf) for device, peak in peaks)
+            lowered = lower(self.graph, plan)
+            return all(
+                MARGIN * foreseen_peak(lowered, name, costs, self.kept) <= (limits[name] or inf)
+                for name in devices
+            )
 
-        return self.foresee(option.name, lightened(self.graph, option.plan, self.chooser.costs, fits))
+        return self.foresee(option.name, lightened(self.graph, option.plan, costs, fits))
 
     def named(self, name: str) -> Option | Refused:
         """A named strategy on all devices, with the best shares; `single` on the fastest device."""

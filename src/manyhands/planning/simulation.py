@@ -98,7 +98,9 @@ def simulate(
     cost = Cost(
         seconds=warp(max(device.now for device in devices)) - warp(began),
         traffic_bytes=sum(sent_bytes(program) for program in lowered.programs),
-        peak_bytes=foreseen_peaks(lowered, costs, kept) if memory else (),
+        peak_bytes=tuple((name, foreseen_peak(lowered, name, costs, kept)) for name in lowered.plan.devices)
+        if memory
+        else (),
     )
     return Timeline(cost, events)
 
@@ -348,17 +350,13 @@ class _Warp:
         return self.real[place] + (time_s - self.given[place]) * self.slowness[place]
 
 
-def foreseen_peaks(lowered: Lowered, costs: Costs, kept: Kept) -> tuple[tuple[str, int], ...]:
-    """The most memory of each device; where it is limited, freed memory goes back at once."""
-
-    def of(name: str) -> int:
-        return peak(
-            lowered,
-            name,
-            optimiser_slots=kept.slots,
-            optimiser_copies=kept.copies,
-            bare_bytes=costs.bare_bytes(name),
-            thrifty=bool(costs.devices[name].memory_bytes),
-        )
-
-    return tuple((name, of(name)) for name in lowered.plan.devices)
+def foreseen_peak(lowered: Lowered, name: str, costs: Costs, kept: Kept) -> int:
+    """The most memory of a device; where it is limited, freed memory goes back at once."""
+    return peak(
+        lowered,
+        name,
+        optimiser_slots=kept.slots,
+        optimiser_copies=kept.copies,
+        bare_bytes=costs.bare_bytes(name),
+        thrifty=bool(costs.devices[name].memory_bytes),
+    )
