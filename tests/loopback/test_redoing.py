@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.api import plan, trace, verify
+from manyhands.errors import RequestError
 from manyhands.models import build
 
 STRATEGIES = [("single", 1), ("batch", 2), ("rows", 2), ("channels", 2), ("batch:2,rows:2", 4)]
@@ -62,3 +63,67 @@ def test_models_of_the_zoo(name: str, strategy: str, num_devices: int, refill: b
     segments = tuple(replace(segment, redo=2, refill=refill) for segment in chosen.segments)
     difference = verify(model, (images,), replace(chosen, segments=segments), steps=2)
     assert difference.exact, difference
+
+
+class Shared(nn.Module):
+    """Two chunks of one segment read the same tensor; one hands it a gradient that another holds, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+        self.c, self.bn = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x, z = self.a(images), self.b(images)
+        y = self.bn(self.c(x))
+        return torch.cat([(x + z) + y, y], 1)
+
+
+def test_a_gradient_that_another_holds_is_not_added_to_in_place() -> None:
+    torch.manual_seed(0)
+    model, images = Shared(), torch.randn(4, 3, 8, 8)
+    chosen = plan(trace(model, images).graph, 2, "rows; c = channels", fuse=("b",))
+    segments = tuple(replace(segment, redo=1) for segment in chosen.segments)
+    difference = verify(model, (images,), replace(chosen, segments=segments), steps=2)
+    assert difference.exact, difference
+
+
+class Mixed(nn.Module):
+    """Samples that are not computed each from its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.map, self.learned = nn.Conv2d(4, 4, 1), nn.Parameter(torch.randn(1, 4, 8, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images)
+        if self.kind == "one for all":
+            return self.last(x + self.map(self.learned))
+        if self.kind == "every second":
+            return self.last(x[::2])
+        if self.kind == "frames":
+            return self.last(x.reshape(8, 4, 4, 8))
+        return self.last(nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 1, 1)))
+
+
+@pytest.mark.parametrize("kind", ["one for all", "every second", "frames", "padded batch"])
+@pytest.mark.parametrize(("strategy", "num_devices"), [("single", 1), ("rows", 2), ("batch", 2)])
+def test_samples_that_depend_on_others_are_computed_together(
+    kind: str, strategy: str, num_devices: int
+) -> None:
+    torch.manual_seed(0)
+    model, images = Mixed(kind), torch.randn(4, 3, 8, 8)
+    chosen = plan(trace(model, images).graph, num_devices, strategy)
+    segments = tuple(replace(segment, redo=1) for segment in chosen.segments)
+    difference = verify(model, (images,), replace(chosen, segments=segments), steps=2)
+    assert difference.exact, difference
+
+
+def test_a_plan_by_hand_that_redoes_less_than_nothing_is_refused() -> None:
+    model, images = Shared(), torch.randn(4, 3, 8, 8)
+    chosen = plan(trace(model, images).graph, 2, "rows")
+    segments = tuple(replace(segment, redo=-1) for segment in chosen.segments)
+    with pytest.raises(RequestError, match="redoes -1 samples"):
+        verify(model, (images,), replace(chosen, segments=segments))

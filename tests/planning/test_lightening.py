@@ -71,7 +71,8 @@ def test_two_convolutions_that_keep_nothing() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_programs_check_and_read_back_and_send_no_more(strategy: str, refill: bool) -> None:
     num_devices = 4 if ":2" in strategy else 2
-    plain, found = lowered(small_net(), num_devices, strategy), light(small_net(), num_devices, strategy)
+    plain = lowered(small_net(), num_devices, strategy)
+    found = light(small_net(), num_devices, strategy, refill=refill)
     check(found)
     for program, as_it_was in zip(found.programs, plain.programs, strict=True):
         assert parse_program(str(program)) == program

@@ -57,7 +57,7 @@ class Result:
 
     @property
     def within(self) -> bool:
-        travels = self.light_sent_bytes < WIRE * self.plain_sent_bytes
+        travels = self.light_sent_bytes <= WIRE * self.plain_sent_bytes
         return self.memory <= self.part and travels and self.difference <= TOLERANCE
 
 
@@ -137,7 +137,7 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def table(result: Result) -> Table:
-    wire = result.light_sent_bytes / result.plain_sent_bytes
+    wire = result.light_sent_bytes / max(result.plain_sent_bytes, 1)
     table = Table(
         title=f"{result.what}: in {result.part:.0%} of the memory",
         caption=f"{result.redone} of {result.segments} segments computed a second time, "

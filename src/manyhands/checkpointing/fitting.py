@@ -92,6 +92,7 @@ class _Fitting:
         self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = later_bytes(model, optimizer)
         self.growths: tuple[Growth, ...] = ()
+        self.tight = False  # was there a stage with too little room to compute it as it is written?
         self.needs = [self._least(stage) for stage in range(len(self.staged.stages))]
 
     def found(self) -> tuple[Script, Staged, tuple[Tensor, ...], Fit]:
@@ -105,12 +106,12 @@ class _Fitting:
         table, planning_s = _planned(chain, room)
         least = table.least_bytes
         if least is None or least > room:
-            smallest = Table(chain, plain(chain).peak_bytes).least_bytes
+            smallest = Table(chain, 2 * plain(chain).peak_bytes).least_bytes
             assert smallest is not None
             stage = chain.stages[_largest(chain)].name
             raise self._too_little(with_spare(base + smallest), base, stage)
         parts: tuple[float, ...] = TIGHT
-        if room > LOOSE * least:  # enough to keep what is freed
+        if room > LOOSE * least and not self.tight:  # enough to keep what is freed
             chain = self._measured(chain)
             table, planning_s = _planned(chain, room)
             parts = ROOM_TO_REUSE
@@ -142,7 +143,7 @@ class _Fitting:
             1 if keeping is None else REPEATS,
             resident=True,
             keeping=keeping,
-            before=self._refuse_early,
+            before=self._refuse_early if keeping is None else self._told,
         )
         if keeping is not None:
             self.growths = growths
@@ -218,7 +219,12 @@ class _Fitting:
                 raise self._too_little(
                     base + needs[largest], base, self.staged.stages[largest].name, "about "
                 )
+        self.tight |= tight
         return tight
+
+    def _told(self, stage: int) -> bool:
+        self.tell(f"measuring stage {stage + 1} of {len(self.staged.stages)} again")
+        return False
 
     def _measuring(self, stage: int) -> tuple[int, int]:
         """What a stage takes while it is measured, as it is written and in its last mode."""

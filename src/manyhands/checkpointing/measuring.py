@@ -22,7 +22,7 @@ from manyhands.runtime.replaying import Growth, Replay, Script
 from manyhands.tracing.stages import Staged
 
 REPEATS = 3
-PARTS = 4  # of an image, where the whole is too large
+PARTS, PART_ROWS = 4, 32  # of an image, where the whole is too large
 
 
 @dataclass
@@ -231,10 +231,10 @@ class _Meter:
 
 
 def _top_rows(value: Any) -> Any:
-    """Of images, a quarter of the rows."""
+    """Of images, a quarter of the rows; of small ones more."""
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value
-    return value[:, :, : max(1, value.shape[2] // PARTS)].contiguous()
+    return value[:, :, : max(PART_ROWS, value.shape[2] // PARTS)].contiguous()
 
 
 def _rows(values: dict[str, Any]) -> int:

@@ -50,6 +50,8 @@ def validate(graph: Graph, plan: Plan) -> None:
             )
         if len(set(segment.layout.devices)) != len(segment.layout.devices):
             raise RequestError(f"the segment at {segment.layers[0]} names a device twice.")
+        if segment.redo < 0:
+            raise RequestError(f"the segment at {segment.layers[0]} redoes {segment.redo} samples at a time.")
         if min(segment.layout.shares) < 0 or not sum(segment.layout.shares):
             raise RequestError(f"the segment at {segment.layers[0]} has shares below zero, or none above it.")
 

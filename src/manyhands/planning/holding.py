@@ -92,6 +92,7 @@ class Holding(Passes):
             for block in held.values():
                 self.ledger.free(block)
             held.clear()
+        self.own_reads.clear()
         if not self.arriving:
             self._wait_for_sent(0)
 
@@ -129,6 +130,7 @@ class Holding(Passes):
             case Receive(message):
                 self.receive(message)
             case Return(layer, segment, tile):
+                self.own_reads.discard((layer, segment))
                 if (layer, segment) in self.read_gradients:
                     self.add_gradient(layer, tile, self.read_gradients.pop((layer, segment)))
             case Drop(layer, segment):

@@ -34,6 +34,7 @@ class Passes:
         self.gradients: dict[str, Block] = {}
         self.borrowed: set[str] = set()
         self.read_gradients: dict[Buffer, Block] = {}
+        self.own_reads: set[tuple[str, int]] = set()
         self.own_inputs: dict[str, Block] = {}
         self.slopes = Slopes(ledger, territory, graph.parameters(), channels_last=channels_last)
 
@@ -79,10 +80,12 @@ class Passes:
             inputs[0] = self.ledger.new(padded * layer.item_bytes)
         workspace = () if unread else self._workspace(forward_workspace, node)
         self.ledger.touch(node.copied_bytes, *workspace)
-        if layer.differentiable and tape.keep:
+        extra = int(tile.numel * (saved.extra_items * layer.item_bytes + saved.extra_bytes))
+        if not tape.keep:
+            self.ledger.touch(extra)  # it is made all the same
+        elif layer.differentiable:
             kept = [block for block, keep in zip(inputs, saved.inputs, strict=False) if keep]
             node.kept = [self.ledger.hold(block) for block in (*kept, *([result] if saved.result else ()))]
-            extra = int(tile.numel * (saved.extra_items * layer.item_bytes + saved.extra_bytes))
             node.kept.append(self.ledger.new(extra))
         if tape.keep:
             if not tape.again:
@@ -193,9 +196,17 @@ class Passes:
         name, segment = buffer
         if segment is None:
             self.own_gradient(name)
-        elif buffer not in self.read_gradients:
+        else:
+            self._own_read(name, segment)
+
+    def _own_read(self, name: str, segment: int) -> None:
+        held = self.read_gradients.get((name, segment))
+        if held is None or (name, segment) not in self.own_reads:
             size = tile_bytes(self.layers[name], self.territory.needed[name, segment])
-            self.read_gradients[buffer] = self.ledger.new(size)
+            self.read_gradients[name, segment] = self.ledger.new(size)
+            if held is not None:
+                self.ledger.free(held)
+        self.own_reads.add((name, segment))
 
     def _flow(self, tape: Tape, flowing: dict[str, Block]) -> dict[str, Block]:
         """From gradients of a chunk's results to those of what it read; what it kept is freed."""
@@ -259,8 +270,7 @@ class Passes:
         if segment is None:
             self.add_gradient(name, self.territory.computed[name], block, unshared=unshared)
         elif buffer in self.read_gradients:
-            old, self.read_gradients[buffer] = self.read_gradients[buffer], self.ledger.new(block.num_bytes)
-            self.ledger.free(old)
+            self._own_read(name, segment)
             self.ledger.free(block)
         else:
             self.read_gradients[buffer] = block

@@ -217,9 +217,7 @@ class Computing:
                 alone = layer in self.unshared[chunk]
                 self.store.add_gradient(layer, self.territory.computed[layer], gradient, unshared=alone)
             elif (layer, segment) in self.store.read_gradients:
-                self.store.read_gradients[layer, segment] = (
-                    self.store.read_gradients[layer, segment] + gradient
-                )
+                self._own_read(layer, segment).add_(gradient)
             else:
                 self.store.read_gradients[layer, segment] = gradient
         for name, box in tape.sums.items():
@@ -262,10 +260,19 @@ class Computing:
         if segment is None:
             self.store.add_gradient(layer, tile, gradient)
             return
-        whole, held = self.store.tile_of(buffer), self.store.read_gradients
-        if (layer, segment) not in held:
-            held[layer, segment] = self.store.zeros(layer, whole)
-        held[layer, segment][tile.within(whole)] += gradient
+        self._own_read(layer, segment)[tile.within(self.store.tile_of(buffer))] += gradient
+
+    def _own_read(self, layer: str, segment: int) -> Tensor:
+        """The gradient of a tile that was put together, to be added to in place."""
+        store, key = self.store, (layer, segment)
+        held = store.read_gradients.get(key)
+        if held is None:
+            held = store.zeros(layer, store.tile_of(key))
+        elif key not in store.own_reads:
+            held = held.clone()
+        store.own_reads.add(key)
+        store.read_gradients[key] = held
+        return held
 
     def _keep_own_inputs(self, step: Redo) -> None:
         """Gradients of norms are corrected after this chunk, when what it read has been dropped."""

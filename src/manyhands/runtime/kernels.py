@@ -117,7 +117,8 @@ def compute(work: Work) -> Tensor:
         case GroupNorm(groups, eps):
             first, last = group_range(work.tile.spans[1], work.layer.shape[1], groups)
             weight, bias = work.weights.get("weight"), work.weights.get("bias")
-            if not x.requires_grad and x.stride(1) == 1:  # torch 2.13's backward crashes on channels-last
+            untracked = torch.is_grad_enabled() and not x.requires_grad
+            if untracked and x.stride(1) == 1:  # torch 2.13's backward crashes on channels-last
                 x = x.clone(memory_format=torch.contiguous_format)
             return torch.group_norm(x, last - first, weight, bias, eps)
         case Mean(keep):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.ir.graph import Layer
 from manyhands.ir.profile import LayerSample, StepSample, fractions, kind_of
-from manyhands.ir.program import Backward, Step
+from manyhands.ir.program import Backward, Redo, Step
 from manyhands.ir.sizes import Sizes
 from manyhands.runtime.computing import Batch, Run
 from manyhands.runtime.transport import Pending
@@ -88,6 +88,7 @@ class Rehearsal(Worker):
         self.in_layers_s, self.marked, self.mark_s = 0.0, "", start
         super().run(step)
         stop = self.clock()
+        assert not isinstance(step, Redo), "what is computed twice is not rehearsed"
         if isinstance(step, Backward):
             self._mark("", stop)
         self.round.steps.append(stop - start - self.in_layers_s)

@@ -30,6 +30,7 @@ class Store:
         self.borrowed: set[str] = set()  # gradients that somebody else may hold too
         self.aside: dict[tuple[str, int, Tile], Tensor] = {}  # what others sent, to be put in a second time
         self.read_gradients: dict[tuple[str, int], Tensor] = {}  # of tiles put together
+        self.own_reads: set[tuple[str, int]] = set()  # those of them that nobody else holds
         self.tapes: dict[int, Tape] = {}
         self.parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of statistics, by device
         self.sums: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of a norm's backward, by device

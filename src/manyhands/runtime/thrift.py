@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-BANDS, BAND_ROWS = 8, 16  # into which a sample is cut, and the fewest rows of one
+BANDS = 8  # of rows, into which a large sample is cut
+BAND_ELEMENTS = 1 << 18  # of a band at least: for small images torch takes other ways, with other bits
 BLOCK_BYTES = 1 << 19  # of a tensor that is worked on at a time
 
 
@@ -212,8 +213,10 @@ def gradient_of_convolution(
         one = slice(number, number + 1)
         of_images[one] = _gradient_of_convolution(gradient[one], images[one], module, [True, False, False])[0]
     if len(images) == 1:
-        for first in range(0, images.shape[2], rows := max(BAND_ROWS, -(-images.shape[2] // BANDS))):
-            band = slice(first, min(first + rows, images.shape[2]))
+        height = images.shape[2]
+        count = max(1, min(BANDS, images.numel() // BAND_ELEMENTS))
+        for number in range(count):
+            band = slice(number * height // count, (number + 1) * height // count)
             of_images[:, :, band] = _band(gradient, images, module, band.start, band.stop)
     return of_images, *(g if w else None for g, w in zip(found[1:], wanted[1:], strict=True))
 

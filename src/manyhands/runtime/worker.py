@@ -206,6 +206,7 @@ class Worker(Computing):
             )
 
     def _return(self, layer: str, segment: int, tile: Tile) -> None:
+        self.store.own_reads.discard((layer, segment))
         gradient = self.store.read_gradients.pop((layer, segment), None)
         if gradient is not None:
             self.store.add_gradient(layer, tile, gradient[tile.within(self.territory.needed[layer, segment])])
