@@ -282,7 +282,8 @@ def _folded(x: Tensor, dimension: int, wanted: Span, at_hand: Span, size: int, m
 def dropout(work: Work, operation: Dropout) -> Tensor:
     (x,), p = work.inputs, operation.probability
     kept = mask(work.seed, work.step, work.layer.name, work.layer.shape, work.tile, p, operation.channels)
-    return x * (kept.to(x.dtype) / (1 - p) if p < 1 else kept.to(x.dtype))
+    scale = kept.to(x.dtype)
+    return x * (scale.div_(1 - p) if p < 1 else scale)
 
 
 def batch_norm(work: Work, operation: BatchNorm) -> Tensor:
