@@ -313,7 +313,7 @@ def forward_steps(program: Program) -> tuple[Step, ...]:
     def before_loss(step: Step) -> bool:
         if isinstance(step, Send | Expect | Receive):
             return step.message.content in _FORWARD
-        return not isinstance(step, Loss | Backward | Rerun | Redo | Fold | Square | Update)
+        return not isinstance(step, Loss | Backward | Rerun | Restore | Redo | Fold | Square | Update)
 
     late = {Receive(message) for message in postponed(program)}
     return tuple(takewhile(before_loss, (step for step in program.steps if step not in late)))

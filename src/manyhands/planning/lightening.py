@@ -40,8 +40,9 @@ def lightened(graph: Graph, plan: Plan, costs: Costs, fits: Fits) -> Plan:
 
 def _redone(plan: Plan, redone: list[int], refilled: set[int]) -> Plan:
     """With some segments computed a second time, sample by sample, and some of those given nothing."""
+    both = refilled & set(redone)
     segments = tuple(
-        replace(segment, redo=int(index in redone), refill=index in refilled & set(redone))
+        replace(segment, redo=int(index in redone), refill=index in both)
         for index, segment in enumerate(plan.segments)
     )
     return replace(plan, segments=segments)

@@ -33,7 +33,8 @@ class Refills:
     def _names(self, chunk: Chunk) -> tuple[str, ...]:
         """What this chunk alone reads, of chunks that leave what they read as it is."""
         segment = self.plan.segments[chunk.segment]
-        if not (segment.redo and segment.refill):
+        goes_back = any(self.layers[name].differentiable for name in chunk.layers)
+        if not (segment.redo and segment.refill and goes_back):
             return ()
         read = dict.fromkeys(n for name in chunk.layers for n in reads(self.layers[name], self.regions))
         makers = {name: self.maker[name] for name in read if name in self.maker}
