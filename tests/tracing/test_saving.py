@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import manyhands
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.program import Forward
-from manyhands.planning.holding import NODE_BYTES, Holding
+from manyhands.planning.holding import Holding
 from manyhands.planning.ledger import Ledger
+from manyhands.planning.passes import NODE_BYTES
 
 
 class Model(nn.Module):
