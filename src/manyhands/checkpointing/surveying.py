@@ -51,7 +51,7 @@ def survey(name: str, shapes: Shapes, batch: int) -> Row:
     base = current_memory() + later_bytes(model, None)
     everything = plain(chain)
     table = Table(chain, everything.peak_bytes)
-    seconds = table.seconds(0, len(chain.stages))
+    seconds = table.seconds
     quickest = float(min(everything.seconds, seconds.min()))
     least = table.least_bytes
     assert least is not None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from manyhands.ir.schedule import Action, Advance, Back, Chain, Mode, Restore, Store, Tape
 
-Row = NDArray[np.float32] | NDArray[np.float64]
+Seconds = NDArray[np.float32]  # by slots, or by parts and slots
 SLOTS = 320  # into which memory is divided
 LONG = 150  # stages, from which on there are fewer
 FEW = 70  # stages, up to which any state may be stored
@@ -36,82 +36,29 @@ class Table:
         slots = slots or (SLOTS if length < LONG else SLOTS * LONG // length)
         self.slot_bytes = _slot_bytes(chain, memory_bytes, slots)
         self.slots = max(0, self._slots_in(memory_bytes))
-        self.rests = _rests(chain)
-        self.decisions: dict[tuple[int, int], NDArray[np.int16]] = {}
-        self._walked = {
-            False: np.cumsum([0.0, *(stage.again_s for stage in chain.stages)]),
-            True: np.cumsum([0.0, *(stage.first_s for stage in chain.stages)]),  # on the way to the end
-        }
-        # By last state; rows by first state, from the last on. Where memory is short, the index is -1.
-        self._seconds = {
-            stop: np.full((1 + stop - self._earliest(stop), self.slots + 2), np.inf, np.float32)
-            for stop in range(1, length + 1)
-        }
-        self._carried = _carried(chain)
+        self.rests = np.array(_rests(chain))
+        self.carried = _carried(chain)
+        self.gradients = np.array(chain.gradients, float)
+        self.again = np.cumsum([0.0, *(stage.again_s for stage in chain.stages)])  # from the first state on
+        self.first = np.cumsum([0.0, *(stage.first_s for stage in chain.stages)])  # on the way to the end
+        self.parts: dict[int, _Parts] = {}  # by first state
         for first in reversed(range(length)):
-            self._fill(first)
+            self.parts[first] = _Parts(self, first)
 
-    def seconds(self, first: int, stop: int) -> Row:
-        row: Row = self._seconds[stop][stop - first, :-1]
-        return row
-
-    def _earliest(self, stop: int) -> int:
-        """The first state of the longest part that ends here."""
-        return 0 if stop in self.rests else max(rest for rest in self.rests if rest < stop)
-
-    def _rounded(self, num_bytes: int) -> int:
+    def rounded(self, num_bytes: NDArray[np.float64] | int) -> NDArray[np.int64]:
         """Slots for so many bytes; more than there are, if it is too much."""
-        return min(-int(-num_bytes // self.slot_bytes), self.slots + 1)
-
-    def _all_rounded(self, num_bytes: NDArray[np.float64]) -> NDArray[np.int64]:
         return np.minimum(np.ceil(num_bytes / self.slot_bytes), self.slots + 1).astype(np.int64)
 
-    def _fill(self, first: int) -> None:
-        """All parts that begin with this stage, the shortest first."""
-        chain = self.chain
-        here = min(rest for rest in self.rests if rest > first)
-        stops = np.array([*range(first + 1, here + 1), *(rest for rest in self.rests if rest > here)])
-        beyond = self._all_rounded(self._carried[first, stops])
-        ways = self._ways(first)[stops - first - 1]
-        slots = np.arange(self.slots + 1)
-        shifted = np.maximum(slots - beyond[:, None], -1)
-        before = np.zeros((len(stops), self.slots + 1), np.float32)  # seconds of the part before each of them
-        tapes = [_Taped(self, first, mode) for mode in chain.stages[first].modes]
-        for count, stop in enumerate(stops):
-            best, decision = self._taped(tapes, int(stop))
-            if count:
-                middles, arriving = stops[:count], chain.gradients[stop]
-                found = self._seconds[int(stop)][(stop - middles)[:, None], shifted[:count]] + before[:count]
-                walked = self._walked[int(stop) == len(chain.stages)]
-                found += (walked[middles] - walked[first]).astype(np.float32)[:, None]
-                needed = self._all_rounded(ways[:count] + arriving)
-                found[slots < needed[:, None]] = np.inf
-                choice = found.argmin(axis=0)
-                least = found[choice, slots]
-                decision[least < best] = middles[choice][least < best]
-                best = np.minimum(best, least)
-            self._seconds[int(stop)][int(stop) - first, :-1] = best
-            self.decisions[first, int(stop)] = decision
-            before[count] = best
-
-    def _taped(self, tapes: list[_Taped], stop: int) -> tuple[Row, NDArray[np.int16]]:
-        """The first stage is taped at once, in its best mode."""
-        rows = [tape.row(stop) for tape in tapes]
-        if len(rows) == 1:
-            return rows[0], np.full(self.slots + 1, _TAPED, np.int16)
-        best = np.argmin(rows, axis=0)
-        return np.min(rows, axis=0), (_TAPED - best).astype(np.int16)
-
-    def _ways(self, first: int) -> NDArray[np.float64]:
-        """The most bytes at once on the way from one state to each later one, beyond the first."""
-        forward = np.array([stage.forward_bytes for stage in self.chain.stages[first:]], float)
-        return np.asarray(np.maximum.accumulate(self._carried[first, first:-1] + forward))
+    @property
+    def seconds(self) -> Seconds:
+        """Of the whole chain, by slots."""
+        row: Seconds = self.parts[0].seconds[-1]
+        return row
 
     @property
     def least_bytes(self) -> int | None:
         """The fewest bytes beyond the first state with which the whole chain can be run."""
-        whole = self.seconds(0, len(self.chain.stages))
-        fits = np.flatnonzero(np.isfinite(whole))
+        fits = np.flatnonzero(np.isfinite(self.seconds))
         return self.bytes_of(int(fits[0])) if len(fits) else None
 
     def _slots_in(self, memory_bytes: int) -> int:
@@ -123,59 +70,111 @@ class Table:
     def plan(self, memory_bytes: int) -> Checkpoints | None:
         """The fastest schedule within so many bytes beyond the first state; None: there is none."""
         slots = min(self._slots_in(memory_bytes), self.slots)
-        length = len(self.chain.stages)
-        if slots < 0 or not np.isfinite(self.seconds(0, length)[slots]):
+        row = self.seconds
+        if slots < 0 or not np.isfinite(row[slots]):
             return None
-        row = self.seconds(0, length)
         enough = int(np.flatnonzero(row == row[slots])[0])  # more is of no use
         actions: list[Action] = []
-        self._enter(actions, 0, length, enough, stored=False)
+        self._enter(actions, 0, len(self.chain.stages), enough, stored=False)
         return Checkpoints(tuple(actions), float(row[slots]), self.bytes_of(enough))
 
     def _enter(self, actions: list[Action], first: int, stop: int, slots: int, *, stored: bool) -> None:
-        decision = int(self.decisions[first, stop][slots])
-        chain = self.chain
+        decision, left = self.parts[first].decision(stop, slots)
         if decision <= _TAPED:
-            number, alone = _TAPED - decision, stop == first + 1
+            alone = stop == first + 1
             if stored:
                 actions.append(Restore(first, last=True))
-            actions.append(Tape(first, alone and stop < len(chain.stages), number))
+            actions.append(Tape(first, alone and stop < len(self.chain.stages), _TAPED - decision))
             if not alone:
-                held = self._rounded(chain.held_bytes(first, chain.stages[first].modes[number]))
-                self._enter(actions, first + 1, stop, slots - held, stored=False)
+                self._enter(actions, first + 1, stop, left, stored=False)
             actions.append(Back(first))
             return
         actions.append(Restore(first, last=False) if stored else Store(first))
         actions.append(Advance(first, decision))
-        beyond = self._rounded(chain.bytes_of(chain.states[decision] - chain.states[first]))
-        self._enter(actions, decision, stop, slots - beyond, stored=False)
+        self._enter(actions, decision, stop, left, stored=False)
         self._enter(actions, first, decision, slots, stored=True)
+
+
+class _Parts:
+    """All parts with the same first state. Those that begin later are known already."""
+
+    def __init__(self, table: Table, first: int) -> None:
+        chain = table.chain
+        self.table = table
+        here = int(table.rests[table.rests > first][0])  # up to there, parts may end anywhere
+        self.stops = np.concatenate([np.arange(first + 1, here), table.rests[table.rests >= here]])
+        self.beyond = table.rounded(table.carried[first, self.stops])
+        # The most bytes at once on the way to each state, with the gradients that arrive at another.
+        forward = np.array([stage.forward_bytes for stage in chain.stages[first:]], float)
+        ways = np.maximum.accumulate(table.carried[first, first:-1] + forward)[self.stops - first - 1]
+        self.needed = table.rounded(ways[:, None] + table.gradients[self.stops])
+        self.again = (table.again[self.stops] - table.again[first]).astype(np.float32)
+        self.first = (table.first[self.stops] - table.first[first]).astype(np.float32)
+        self.tapes = [_Taped(table, first, mode, self.stops) for mode in chain.stages[first].modes]
+        self.seconds: Seconds = np.min([tape.seconds() for tape in self.tapes], axis=0)
+        for middle in range(len(self.stops) - 1):
+            later = self.seconds[middle + 1 :, self.beyond[middle] :]
+            np.minimum(later, self._stored(middle, middle + 1, len(self.stops)), out=later)
+        self.least = np.isinf(self.seconds).sum(axis=1)  # slots that are needed: more are never worse
+
+    def _stored(self, middle: int, start: int, stop: int) -> Seconds:
+        """Up to some of the stops, storing an earlier one's state: by slots, from those for that state on."""
+        beyond, rest = self.beyond[middle], self.table.parts[int(self.stops[middle])]
+        skipped = len(rest.stops) - len(self.stops)  # they end alike
+        start, stop = start + skipped, stop + skipped
+        after = rest.seconds[start:stop, : self.table.slots + 1 - beyond]
+        before = self.seconds[middle, beyond:]
+        found: Seconds = after + (before + self.again[middle])
+        if stop == len(rest.stops):
+            found[-1] = after[-1] + (before + self.first[middle])
+        needed = self.needed[middle, start - skipped : stop - skipped] - beyond
+        for short in np.flatnonzero(needed > rest.least[start:stop]):
+            found[short, : needed[short]] = np.inf
+        return found
+
+    def decision(self, stop: int, slots: int) -> tuple[int, int]:
+        """What is done first within so many slots, and how many are left for what follows it."""
+        end = int(np.searchsorted(self.stops, stop))
+        ways = [
+            (tape.seconds()[end, slots], _TAPED - number, slots - tape.held)
+            for number, tape in enumerate(self.tapes)
+        ]
+        for middle in map(int, np.flatnonzero(self.beyond[:end] <= slots)):
+            left = slots - int(self.beyond[middle])
+            ways.append((self._stored(middle, end, end + 1)[0, left], int(self.stops[middle]), left))
+        least = min(ways, key=lambda way: way[0])
+        assert least[0] == self.seconds[end, slots]
+        return least[1], least[2]
 
 
 class _Taped:
     """The first stage of parts, taped in one of its modes, and the rest after it."""
 
-    def __init__(self, table: Table, first: int, mode: Mode) -> None:
+    def __init__(self, table: Table, first: int, mode: Mode, stops: NDArray[np.int64]) -> None:
         chain = table.chain
-        self.table, self.first, self.mode, self.length = table, first, mode, len(chain.stages)
-        self.backward_bytes = chain.kept_bytes(first, mode) + chain.gradients[first + 1] + mode.backward_bytes
-        held = table._rounded(chain.held_bytes(first, mode))
-        self.left = np.maximum(np.arange(table.slots + 1) - held, -1)
+        self.table, self.next = table, first + 1
+        self.held = int(table.rounded(chain.held_bytes(first, mode)))
+        forward_s = np.full(len(stops), mode.again_s)
+        forward_bytes = np.full(len(stops), float(mode.taped_bytes))
+        if self.next < len(chain.stages):  # a part of this stage alone
+            forward_s[0] = mode.blind_s
+            forward_bytes[0] = 0 if mode.blind_s == 0 else mode.taped_bytes
+        forward_s[-1] = mode.first_s  # the last part ends where the chain does
+        self.own_s = (forward_s + mode.backward_s).astype(np.float32)[:, None]
+        backward_bytes = chain.kept_bytes(first, mode) + chain.gradients[self.next] + mode.backward_bytes
+        self.needed = table.rounded(np.maximum(forward_bytes + table.gradients[stops], backward_bytes))
 
-    def row(self, stop: int) -> Row:
-        """Seconds up to a state, by slots."""
-        mode, table = self.mode, self.table
-        last, alone = stop == self.length, stop == self.first + 1
-        forward_s = mode.first_s if last else mode.blind_s if alone else mode.again_s
-        forward_bytes = 0 if alone and not last and mode.blind_s == 0 else mode.taped_bytes
-        needed = max(forward_bytes + table.chain.gradients[stop], self.backward_bytes)
-        seconds = np.float32(forward_s + mode.backward_s)
-        if alone:
-            row: Row = np.full(table.slots + 1, seconds)
-        else:
-            row = table._seconds[stop][stop - self.first - 1][self.left] + seconds
-        row[: table._rounded(needed)] = np.inf
-        return row
+    def seconds(self) -> Seconds:
+        """Of all parts, by slots."""
+        slots = self.table.slots + 1
+        found: Seconds = np.full((len(self.needed), slots), np.inf, np.float32)
+        found[0] = 0.0
+        if len(found) > 1:
+            rest = self.table.parts[self.next].seconds
+            found[1:, self.held :] = rest[len(rest) + 1 - len(found) :, : slots - self.held]
+        found += self.own_s
+        found[np.arange(slots) < self.needed[:, None]] = np.inf
+        return found
 
 
 @dataclass(frozen=True, slots=True)
