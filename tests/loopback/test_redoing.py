@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from manyhands.api import plan, trace, verify
 from manyhands.errors import RequestError
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan
+from manyhands.ir.program import Redo
 from manyhands.models import build
+from manyhands.planning.lowering import lower
 
 STRATEGIES = [("single", 1), ("batch", 2), ("rows", 2), ("channels", 2), ("batch:2,rows:2", 4)]
 
@@ -61,6 +65,73 @@ def test_models_of_the_zoo(name: str, strategy: str, num_devices: int, refill: b
     model, images = build(name), torch.randn(5, 3, 32, 32)
     chosen = plan(trace(model, images).graph, num_devices, strategy)
     segments = tuple(replace(segment, redo=2, refill=refill) for segment in chosen.segments)
+    difference = verify(model, (images,), replace(chosen, segments=segments), steps=2)
+    assert difference.exact, difference
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """Without norms that would have to see the whole batch."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
+def before_the_end(graph: Graph, plan: Plan) -> Plan:
+    """Cut where the last layers begin, which need to see all rows."""
+    *others, last = plan.segments
+    layers = graph.by_name()
+    ends = [i for i, n in enumerate(last.layers) if layers[n].statistic or len(layers[n].shape) != 4]
+    if not ends or not ends[0]:
+        return plan
+    names = last.layers
+    parts = replace(last, layers=names[: ends[0]]), replace(last, layers=names[ends[0] :])
+    return replace(plan, segments=(*others, *parts))
+
+
+@pytest.mark.parametrize(("bands", "samples", "refill"), [(2, 2, True), (8, 1, False)])
+@pytest.mark.parametrize(("strategy", "num_devices"), STRATEGIES)
+@pytest.mark.parametrize(("name", "size"), [("resnet18-cifar", 32), ("mobilenetv2", 64), ("unet-small", 32)])
+def test_bands_of_rows(
+    name: str, size: int, strategy: str, num_devices: int, bands: int, samples: int, refill: bool
+) -> None:
+    """Whatever of it can be cut into bands; all layers are one group where nothing is exchanged."""
+    torch.manual_seed(0)
+    model, images = frozen(build(name)), torch.randn(3, 3, size, size)
+    graph = trace(model, images).graph
+    chosen = before_the_end(graph, plan(graph, num_devices, strategy))
+    segments = tuple(replace(s, redo=samples, refill=refill, bands=bands) for s in chosen.segments)
+    banded = replace(chosen, segments=segments)
+    programs = lower(graph, banded).programs
+    assert any(step.bands > 1 for program in programs for step in program.steps if isinstance(step, Redo))
+    difference = verify(model, (images,), banded, steps=1)
+    assert difference.exact, difference
+
+
+class Windows(nn.Module):
+    """Rows that reach far and unequally, and a tensor that is read both inside and outside of a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 4, 5, stride=2, padding=3, dilation=2, padding_mode="reflect")
+        self.pool = nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)
+        self.up = nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1)
+        self.drop, self.end = nn.Dropout(0.3), nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        wide = nn.functional.leaky_relu(self.wide(images), 0.2, inplace=True)
+        up = self.up(self.drop(self.pool(wide)))[:, :, : wide.shape[2], : wide.shape[3]]
+        up = nn.functional.interpolate(up, size=wide.shape[2:], mode="bilinear")
+        return self.end(torch.cat([wide, up], 1)), wide
+
+
+@pytest.mark.parametrize("bands", [2, 3, 7, 50])
+@pytest.mark.parametrize(("strategy", "num_devices"), STRATEGIES)
+def test_windows_across_bands(strategy: str, num_devices: int, bands: int) -> None:
+    torch.manual_seed(0)
+    model, images = Windows(), torch.randn(4, 3, 37, 29)
+    chosen = plan(trace(model, images).graph, num_devices, strategy)
+    segments = tuple(replace(segment, redo=1, bands=bands) for segment in chosen.segments)
     difference = verify(model, (images,), replace(chosen, segments=segments), steps=2)
     assert difference.exact, difference
 
@@ -126,4 +197,13 @@ def test_a_plan_by_hand_that_redoes_less_than_nothing_is_refused() -> None:
     chosen = plan(trace(model, images).graph, 2, "rows")
     segments = tuple(replace(segment, redo=-1) for segment in chosen.segments)
     with pytest.raises(RequestError, match="redoes -1 samples"):
+        verify(model, (images,), replace(chosen, segments=segments))
+
+
+@pytest.mark.parametrize(("redo", "bands"), [(1, 0), (1, -2), (0, 3)])
+def test_bands_by_hand_that_cannot_be_are_refused(redo: int, bands: int) -> None:
+    model, images = Shared(), torch.randn(4, 3, 8, 8)
+    chosen = plan(trace(model, images).graph, 2, "rows")
+    segments = tuple(replace(segment, redo=redo, bands=bands) for segment in chosen.segments)
+    with pytest.raises(RequestError, match=f"has {bands} bands"):
         verify(model, (images,), replace(chosen, segments=segments))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.api import lower, make_worker, plan
 from manyhands.errors import RequestError
-from manyhands.ir.plan import Plan
+from manyhands.ir.plan import Plan, Segment
 from manyhands.ir.program import sent_bytes
 from manyhands.planning.lowering import Lowered
 from manyhands.runtime.inprocess import run_in_process
@@ -33,6 +33,7 @@ from tests.loopback.random_plans import Wish, random_wish
 
 STEPS = 3
 REDO = (0, 1, 1, 2, 100)  # samples at a time; 0: kept
+BANDS = (1, 1, 2, 3, 5)  # of rows
 IN_FLIGHT = (0, 400, 64 << 20)  # bytes: a step waits for its weights, or leaves them to the next
 
 
@@ -73,10 +74,13 @@ def _redone(chosen: Plan, rng: Random) -> Plan:
     if rng.random() < 1 / 3:
         return chosen
     refills = rng.choice((0.0, 0.5, 1.0))
-    segments = tuple(
-        replace(segment, redo=rng.choice(REDO), refill=rng.random() < refills) for segment in chosen.segments
-    )
-    return replace(chosen, segments=segments)
+    return replace(chosen, segments=tuple(_segment(segment, refills, rng) for segment in chosen.segments))
+
+
+def _segment(segment: Segment, refills: float, rng: Random) -> Segment:
+    redo = rng.choice(REDO)
+    bands = rng.choice(BANDS) if redo else 1
+    return replace(segment, redo=redo, refill=rng.random() < refills, bands=bands)
 
 
 def _trainable(rng: Random) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -8,9 +8,11 @@ import pytest
 
 from manyhands.api import choose, plan
 from manyhands.ir.cluster import Cluster, local_cluster
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import BatchNorm, Graph, Input, Layer, Parameter, Pointwise
 from manyhands.ir.parsing import parse_program
 from manyhands.ir.plan import Plan
+from manyhands.ir.portions import portions
 from manyhands.ir.program import Backward, Drop, Keep, Program, Redo, Rerun, Restore, sent_bytes
 from manyhands.planning.checking import Flawed, check
 from manyhands.planning.lowering import Lowered, lower
@@ -126,6 +128,81 @@ def deep_net(blocks: int = 6) -> Graph:
             Layer(f"relu{number}", Pointwise(), (f"norm{number}",), shape),
         ]
     return Graph(tuple(layers), (layers[-1].name,))
+
+
+def plain_net() -> Graph:
+    """Convolutions and activations of one large image without norms; a stride makes it a quarter."""
+    layers = [Layer("x", Input(0), (), (1, 16, 704, 704), differentiable=False)]
+    for number, size in enumerate((704, 704, 704, 352, 352, 352)):
+        shape, stride = (1, 16, size, size), 2 if number == 3 else 1
+        layers.append(conv(f"conv{number}", layers[-1].name, shape, 16, stride))
+        layers.append(Layer(f"relu{number}", Pointwise(), (f"conv{number}",), shape))
+    return Graph(tuple(layers), (layers[-1].name,))
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), [("single", 1), ("rows", 2), ("batch", 2)])
+def test_bands_of_rows_where_nothing_else_fits(strategy: str, num_devices: int) -> None:
+    """The less memory, the more bands, and none where there is enough."""
+    graph = plain_net()
+    if strategy == "batch":
+        graph = _two_of(graph)
+    needed = most(graph, plan(graph, num_devices, strategy)) - BARE - FIRST_STEP_BYTES
+    bands = []
+    for part in (1.1, 0.8, 0.5):
+        limit = int(BARE + FIRST_STEP_BYTES + part * needed)
+        found = plan(graph, limited(num_devices, limit), strategy)
+        assert most(graph, found) <= limit
+        check(lower(graph, found))
+        bands.append(max(segment.bands for segment in found.segments))
+    assert bands == [1, 2, 4]
+
+
+def _two_of(graph: Graph) -> Graph:
+    layers = tuple(replace(layer, shape=(2, *layer.shape[1:])) for layer in graph.layers)
+    return replace(graph, layers=layers)
+
+
+def test_bands_overlap_by_what_windows_reach() -> None:
+    graph = two_convs()
+    layers = graph.by_name()
+    computed = {name: Tile.whole(layer.shape) for name, layer in layers.items()}
+    found = portions(("one", "two"), ["two"], computed, layers, bands=2)
+    rows = [{name: str(tile.spans[2]) for name, tile in each.regions.items()} for each in found]
+    assert rows == [{"two": "0:4", "one": "0:5", "x": "0:6"}, {"two": "4:8", "one": "3:8", "x": "2:8"}]
+    assert [str(each.own["two"].spans[2]) for each in found] == ["0:4", "4:8"]
+    assert portions(("one", "two"), ["two"], computed, layers) == ()
+
+
+def test_programs_in_bands_read_back_and_a_layer_that_sees_all_rows_has_none() -> None:
+    chosen = lowered(small_net(), 1, "single").plan
+    (whole,) = chosen.segments
+    names = whole.layers
+    parts = (names[:1], names[1:2], names[2:4], names[4:])  # conv; norm; relu, conv; mean and all after it
+    segments = tuple(replace(whole, layers=part, redo=1, refill=True, bands=3) for part in parts)
+    found = lower(small_net(), replace(chosen, segments=segments))
+    check(found)
+    (program,) = found.programs
+    assert parse_program(str(program)) == program
+    text = str(program)
+    assert "forward 0 unkept in 3: one" in text
+    assert "forward 1 unkept: norm" in text
+    assert "redo 2 by 1 in 3: relu two" in text
+    assert "rerun 0 in 3: one" in text
+    assert "redo 3 by 1: mean flat fc" in text
+
+
+def test_bands_take_longer_and_hold_less() -> None:
+    graph = plain_net()
+    chosen = lowered(graph, 1, "single").plan
+    (whole,) = chosen.segments
+    cluster = replace(local_cluster(1), devices=(replace(local_cluster(1).devices[0], name="a"),))
+    held, seconds = [], []
+    for bands in (1, 4, 16):
+        found = lower(graph, replace(chosen, segments=(replace(whole, redo=1, bands=bands),)))
+        held.append(peaks(found, bare_bytes=0)["a"])
+        seconds.append(simulate(found, cluster).cost.seconds)
+    assert held[0] > 2 * held[1] > 2 * held[2]
+    assert seconds[0] < seconds[1] < seconds[2]
 
 
 def limited(num_devices: int, limit: int) -> Cluster:

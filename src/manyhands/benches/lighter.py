@@ -45,6 +45,7 @@ class Result:
     redone: int  # segments
     refilled: int
     segments: int
+    bands: int  # of rows, in the segment that has most
     plain_sent_bytes: int  # in a step, by all
     light_sent_bytes: int
     seconds_ratio: float  # median of alternate runs
@@ -88,12 +89,14 @@ def run(
     }
     sent = {plan: sum(f["sent_bytes"] for f in _memory(runs[plan][0]).values()) // STEPS for plan in runs}
     return Result(
-        f"{model} at {'x'.join(map(str, shape[1:]))}, batch {batch}, {strategy} on {count} devices",
+        f"{model} at {'x'.join(map(str, shape[1:]))}, batch {batch}, {strategy} on {count} device"
+        + "s" * (count > 1),
         part,
         tuple(Device(d, peaks[plain][d], foreseen[d], peaks[light][d]) for d in plain.devices),
         sum(segment.redo > 0 for segment in light.segments),
         sum(segment.refill for segment in light.segments),
         len(light.segments),
+        max(segment.bands for segment in light.segments),
         sent[plain],
         sent[light],
         median(_seconds(run) for run in runs[light]) / median(_seconds(run) for run in runs[plain]),
@@ -126,8 +129,9 @@ def _difference(model: str, shape: tuple[int, ...], light: Plan) -> float:
     """Of the same plan with fewer samples, which plain PyTorch can train beside it in float64."""
     text = "x".join(map(str, shape))
     count = len(light.devices)
-    request = Request.read(model, text, PROVED_BATCH, None, count, "single", None, None, precision="float64")
-    plan = replace(light, graph=graph_digest(request.traced.graph), batch=PROVED_BATCH)
+    batch = min(PROVED_BATCH, light.batch)
+    request = Request.read(model, text, batch, None, count, "single", None, None, precision="float64")
+    plan = replace(light, graph=graph_digest(request.traced.graph), batch=batch)
     (difference,) = prove_all([(request, plan)])
     return difference.worst
 
@@ -137,11 +141,12 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def table(result: Result) -> Table:
-    wire = result.light_sent_bytes / max(result.plain_sent_bytes, 1)
+    wire = result.light_sent_bytes / result.plain_sent_bytes if result.plain_sent_bytes else 1.0
+    bands = f", some in {result.bands} bands of rows" if result.bands > 1 else ""
     table = Table(
         title=f"{result.what}: in {result.part:.0%} of the memory",
         caption=f"{result.redone} of {result.segments} segments computed a second time, "
-        f"{result.refilled} with what they read. "
+        f"{result.refilled} with what they read{bands}. "
         f"Largest process {result.memory:.1%} of plain (limit {result.part:.0%}); "
         f"on the wire x{wire:.3f} (below {WIRE}); time x{result.seconds_ratio:.2f}; "
         f"from one device {result.difference:.1e} (limit {TOLERANCE:g})",

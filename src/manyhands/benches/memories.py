@@ -93,7 +93,7 @@ def lighter(
     model: Annotated[str, typer.Argument(help="A model of the zoo.")] = "yolov2-16",
     input: Annotated[str, typer.Option("--input", help="Shape of one sample.")] = "3x608x608",
     batch: Annotated[int, typer.Option("--batch", min=1)] = 32,
-    devices: Annotated[int, typer.Option("--devices", min=2)] = 4,
+    devices: Annotated[int, typer.Option("--devices", min=1)] = 4,
     strategy: Annotated[str, typer.Option("--strategy", help="As of `manyhands plan`.")] = "rows",
     part: Annotated[float, typer.Option("--part", min=0.05, max=0.99, help="Of the plan's memory.")] = 0.5,
     as_json: Json = False,

@@ -34,6 +34,8 @@ from manyhands.ir.program import (
 _MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|from) (\S+) #(\d+) (\d+)")
 _TILED = re.compile(r"(prepare|place|keep|restore|return) (\S+)>(\d+)\[(.*?)\]")
 
+_COMPUTED = re.compile(r"(forward|rerun|redo) (\d+)( unkept)?(?: by (\d+))?(?: in (\d+))?: (.*)")
+
 _TILED_STEPS: dict[str, type[Prepare | Place | Keep | Restore | Return]] = {
     "prepare": Prepare,
     "place": Place,
@@ -54,19 +56,10 @@ def parse_step(text: str, device: str) -> Step:
     if match := _TILED.fullmatch(text):
         verb, layer, segment, tile = match.groups()
         return _TILED_STEPS[verb](layer, int(segment), Tile.parse(tile))
+    if match := _COMPUTED.fullmatch(text):
+        return _computed(*match.groups())
     verb, _, rest = text.partition(" ")
     match verb:
-        case "forward":
-            chunk, _, layers = rest.partition(": ")
-            number = chunk.removesuffix(" unkept")
-            return Forward(int(number), tuple(layers.split()), number == chunk)
-        case "rerun":
-            chunk, _, layers = rest.partition(": ")
-            return Rerun(int(chunk), tuple(layers.split()))
-        case "redo":
-            chunk, _, layers = rest.partition(": ")
-            number, _, samples = chunk.partition(" by ")
-            return Redo(int(number), tuple(layers.split()), int(samples or 0))
         case "backward":
             return Backward(int(rest))
         case "fold":
@@ -86,6 +79,15 @@ def parse_step(text: str, device: str) -> Step:
             return Update()
         case _:
             raise ValueError(f"not a step: {text!r}")
+
+
+def _computed(verb: str, chunk: str, unkept: str, samples: str, bands: str, layers: str) -> Step:
+    names, count = tuple(layers.split()), int(bands or 1)
+    if verb == "forward":
+        return Forward(int(chunk), names, not unkept, count)
+    if verb == "rerun":
+        return Rerun(int(chunk), names, count)
+    return Redo(int(chunk), names, int(samples or 0), count)
 
 
 def parse_program(text: str) -> Program:

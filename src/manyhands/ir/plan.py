@@ -16,12 +16,15 @@ class Segment:
     `redo`: what backward needs is not kept but computed a second time, for so many samples at a time, from
     what the group was given. 0: it is kept. `refill`: nor is that kept which it alone was given: whoever
     computed it does so again. What came from other devices is kept in any case, so nothing travels twice.
+    `bands`: where it is redone and its layers allow it, each device's part is computed in so many bands of
+    rows, one after another, forward and backward, so that no more than one band of what is in between exists.
     """
 
     layers: tuple[str, ...]
     layout: Layout
     redo: int = 0
     refill: bool = False
+    bands: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,11 @@ class Forward:
     chunk: int
     layers: tuple[str, ...]
     keep: bool = True
+    bands: int = 1  # of rows, one after another
 
     def __str__(self) -> str:
-        return f"forward {self.chunk}{'' if self.keep else ' unkept'}: {' '.join(self.layers)}"
+        kept = "" if self.keep else " unkept"
+        return f"forward {self.chunk}{kept}{_in_bands(self.bands)}: {' '.join(self.layers)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,10 @@ class Rerun:
 
     chunk: int
     layers: tuple[str, ...]
+    bands: int = 1
 
     def __str__(self) -> str:
-        return f"rerun {self.chunk}: {' '.join(self.layers)}"
+        return f"rerun {self.chunk}{_in_bands(self.bands)}: {' '.join(self.layers)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,11 @@ class Redo:
     chunk: int
     layers: tuple[str, ...]
     samples: int
+    bands: int = 1
 
     def __str__(self) -> str:
         some = f" by {self.samples}" if self.samples else ""
-        return f"redo {self.chunk}{some}: {' '.join(self.layers)}"
+        return f"redo {self.chunk}{some}{_in_bands(self.bands)}: {' '.join(self.layers)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +276,10 @@ Step = (
     | Square
     | Update
 )
+
+
+def _in_bands(count: int) -> str:
+    return f" in {count}" if count > 1 else ""
 
 
 @dataclass(frozen=True, slots=True)

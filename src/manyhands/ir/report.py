@@ -23,6 +23,7 @@ class SegmentFacts:
     seconds: tuple[tuple[str, float], ...] = ()  # of each device, forward and backward, foreseen
     redo: int = 0  # samples at a time that are computed a second time in backward; 0: none
     refill: bool = False  # is what it was given computed a second time, too?
+    bands: int = 1  # of rows, one after another
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,11 @@ def validate(graph: Graph, plan: Plan) -> None:
             raise RequestError(f"the segment at {segment.layers[0]} names a device twice.")
         if segment.redo < 0:
             raise RequestError(f"the segment at {segment.layers[0]} redoes {segment.redo} samples at a time.")
+        if segment.bands < 1 or (segment.bands > 1 and not segment.redo):
+            raise RequestError(
+                f"the segment at {segment.layers[0]} has {segment.bands} bands: at least one, and more only "
+                "where it is redone."
+            )
         if min(segment.layout.shares) < 0 or not sum(segment.layout.shares):
             raise RequestError(f"the segment at {segment.layers[0]} has shares below zero, or none above it.")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from manyhands.ir.geometry import samples_at_a_time
+from manyhands.ir.geometry import Tile, samples_at_a_time
 from manyhands.ir.graph import ITEM_BYTES, Constant, Graph, Layer, Statistic
 from manyhands.ir.plan import Plan
+from manyhands.ir.portions import ROWS
 from manyhands.ir.regions import needs
 from manyhands.planning.assignment import Assignment
 
@@ -58,6 +59,20 @@ def is_per_sample(
                 if not isinstance(layers[source].operation, Constant) and need.spans[:1] != sample.spans[:1]:
                     return False
     return True
+
+
+def num_bands(wanted: int, tiles: dict[str, Tile], layers: Mapping[str, Layer], leaving: list[str]) -> int:
+    """In how many bands of rows these layers can be computed: in one, if a layer has to see all rows."""
+    if any(layers[name].statistic or len(tile.spans) != 4 for name, tile in tiles.items()):
+        return 1
+    return min(wanted, *(len(tiles[name].spans[ROWS]) for name in leaving))
+
+
+def leaving(names: Iterable[str], graph: Graph) -> list[str]:
+    """Those of a chunk's layers whose results are not only read by others of it, or by nobody."""
+    readers, inside = graph.readers(), set(names)
+    inner = {name for name in inside if readers[name] and set(readers[name]) <= inside}
+    return [name for name in names if name not in inner or name in graph.outputs]
 
 
 def _weight_bytes(layers: dict[str, Layer], names: list[str]) -> int:

@@ -36,7 +36,7 @@ from manyhands.ir.program import (
 )
 from manyhands.ir.territory import Bucket, Territory
 from manyhands.planning.assignment import Assignment, assign, is_source
-from manyhands.planning.chunks import Chunk, chunks, is_per_sample
+from manyhands.planning.chunks import Chunk, chunks, is_per_sample, leaving, num_bands
 from manyhands.planning.liveness import Liveness, reads
 from manyhands.planning.refilling import Refill, Refills
 from manyhands.planning.territories import statistic_domains, territory
@@ -251,8 +251,8 @@ class Lowering:
     def _compute(self, chunk: Chunk) -> None:
         for device in self.plan.devices:
             if active := self.active(chunk, device):
-                keep = not self.plan.segments[chunk.segment].redo
-                self.steps[device].append(Forward(chunk.index, active, keep))
+                keep, bands = not self.plan.segments[chunk.segment].redo, self._bands(chunk, active, device)
+                self.steps[device].append(Forward(chunk.index, active, keep, bands))
 
     # ---- backward --------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Lowering:
         maker, segment = refill.maker, refill.reader.segment
         for device in self.plan.devices:
             if active := self.active(maker, device):
-                self.steps[device].append(Rerun(maker.index, active))
+                self.steps[device].append(Rerun(maker.index, active, self._bands(maker, active, device)))
         for name in refill.names:
             self._prepare(name, segment)
             self._place(name, segment)
@@ -305,7 +305,14 @@ class Lowering:
         if not samples:
             return Backward(chunk.index)
         apart = is_per_sample(active, self.layers, self.regions, device)
-        return Redo(chunk.index, active, samples if apart else 0)
+        return Redo(chunk.index, active, samples if apart else 0, self._bands(chunk, active, device))
+
+    def _bands(self, chunk: Chunk, active: tuple[str, ...], device: str) -> int:
+        segment = self.plan.segments[chunk.segment]
+        if not segment.redo or segment.bands == 1:
+            return 1
+        tiles = {name: self.regions.computed[name][device] for name in active}
+        return num_bands(segment.bands, tiles, self.layers, leaving(active, self.graph))
 
     # ---- weights ---------------------------------------------------------------------------------------
 

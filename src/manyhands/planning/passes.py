@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manyhands.ir.geometry import Tile, samples_at_a_time
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Constant, Convolve, Deconvolve, Graph, Input, Layer, Pointwise, Statistic
+from manyhands.ir.portions import Portion, portions
 from manyhands.ir.program import Forward, Program, Redo, Rerun, unread_convolutions, unshared_gradients
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
@@ -41,30 +42,47 @@ class Passes:
     # ---- forward ---------------------------------------------------------------------------------------
 
     def forward(self, step: Forward) -> None:
-        tape = Tape(unshared=unshared_gradients(step, self.layers), keep=step.keep)
-        self._walk(step.chunk, step.layers, tape)
+        for portion in self._portions(step) or (None,):
+            tape = Tape(unshared=unshared_gradients(step, self.layers), keep=step.keep, portion=portion)
+            self._walk(step.chunk, step.layers, tape)
         if step.keep:
             self.tapes[step.chunk] = tape
 
     def rerun(self, step: Rerun) -> None:
-        self._walk(step.chunk, step.layers, Tape(keep=False, again=True))
+        for portion in self._portions(step) or (None,):
+            self._walk(step.chunk, step.layers, Tape(keep=False, again=True, portion=portion))
+
+    def _portions(self, step: Forward | Rerun | Redo) -> tuple[Portion, ...]:
+        """Of all portions, those that stand for the others: at either edge, and between two."""
+        samples = step.samples if isinstance(step, Redo) else 0
+        exports, computed = self.territory.exports[step.chunk], self.territory.computed
+        found = portions(step.layers, exports, computed, self.layers, samples, step.bands)
+        return found if len(found) <= 3 else (*found[:2], found[-1])
 
     def _walk(self, chunk: int, names: tuple[str, ...], tape: Tape) -> None:
         last = {source: name for name in names for source in (name, *self.layers[name].inputs)}
         for name in names:
             result = self._compute(self.layers[name], tape)
-            tape.here[name] = result, tape.some(self.territory.computed[name])
+            tape.here[name] = result, tape.region(name, self.territory.computed[name])
             if name in self.territory.exports[chunk]:
                 if tape.leaves:
-                    self.values[name, None] = self.ledger.hold(result)
+                    self._leave(name, result, tape)
                 if self.layers[name].differentiable:
                     tape.results.append(name)
             for done in [source for source in tape.here if last[source] == name]:
                 self.ledger.free(tape.here.pop(done)[0])
 
+    def _leave(self, name: str, result: Block, tape: Tape) -> None:
+        """The result itself, or that into which those of all portions are copied."""
+        if tape.portion is None:
+            self.values[name, None] = self.ledger.hold(result)
+        elif (name, None) not in self.values:
+            size = tile_bytes(self.layers[name], self.territory.computed[name])
+            self.values[name, None] = self.ledger.new(size)
+
     def _compute(self, layer: Layer, tape: Tape) -> Block:
         """The result of a layer, held once; what it keeps goes onto the tape."""
-        tile, saved = tape.some(self.territory.computed[layer.name]), saved_of(layer)
+        tile, saved = tape.region(layer.name, self.territory.computed[layer.name]), saved_of(layer)
         size = tile_bytes(layer, tile)
         if layer.name in self.territory.exchanges and layer.statistic is Statistic.MEAN:
             tape.nodes.append(Node(layer, [], [], size, 0, 0))
@@ -151,9 +169,9 @@ class Passes:
         if self.layers[source].differentiable:
             tape.sources[source] = buffer
         block = self.ledger.hold(self.values[buffer])
-        if tape.again or buffer in self.read_again:
+        if tape.again or tape.portion is not None or buffer in self.read_again:
             tape.borrowed.add(block)
-        return block, tape.some(tile)
+        return block, tape.region(source, tile)
 
     # ---- backward --------------------------------------------------------------------------------------
 
@@ -167,18 +185,16 @@ class Passes:
             self.ledger.free(block)
 
     def redo(self, step: Redo) -> None:
-        """Two runs of samples stand for all: after the first, the gradients of what was read are there."""
+        """Portion by portion: after the first, the gradients of what was read are there."""
         self._keep_own_inputs(step)
         results = [name for name in self.territory.exports[step.chunk] if name in self.gradients]
         given = {name: self.gradients.pop(name) for name in results}
         unshared = unshared_gradients(step, self.layers)
         unread = frozenset(unread_convolutions(step, self.layers))
-        tiles = samples_at_a_time(self.territory.computed[step.layers[0]], step.samples)
-        for tile in tiles[:2]:
-            samples = tile.spans[0] if tiles[1:] else None
-            tape = Tape(unshared=unshared, again=True, leaves=False, samples=samples, unread=unread)
+        for portion in self._portions(step) or (None,):
+            tape = Tape(unshared=unshared, again=True, leaves=False, portion=portion, unread=unread)
             self._walk(step.chunk, step.layers, tape)
-            if not tiles[1:]:
+            if portion is None:
                 self.gradients |= given
                 self.backward(tape)
                 return
@@ -212,7 +228,7 @@ class Passes:
         """From gradients of a chunk's results to those of what it read; what it kept is freed."""
         for node in reversed(tape.nodes):
             gradient = flowing.pop(node.layer.name, None)
-            made = [] if gradient is None else self._flow_back(node, gradient, apart=tape.samples is not None)
+            made = [] if gradient is None else self._flow_back(node, gradient, tape)
             for block in node.kept:
                 self.ledger.free(block)
             for (source, _, whole), block in made:
@@ -224,7 +240,7 @@ class Passes:
             self.ledger.free(block)
         return flowing
 
-    def _flow_back(self, node: Node, gradient: Block, *, apart: bool) -> list[tuple[Read, Block]]:
+    def _flow_back(self, node: Node, gradient: Block, tape: Tape) -> list[tuple[Read, Block]]:
         """The gradients of a layer's inputs and weights, from that of its result."""
         layer, saved = node.layer, saved_of(node.layer)
         passes = saved.passes or (False,) * len(node.reads)
@@ -234,7 +250,7 @@ class Passes:
             if self.layers[read[0]].differentiable
         ]
         convolves = isinstance(layer.operation, Convolve | Deconvolve)
-        in_part = convolves and not apart and gradient.num_bytes > node.result_bytes
+        in_part = convolves and not tape.of_samples and gradient.num_bytes > node.result_bytes
         needed = (node.copied_bytes, node.result_bytes if in_part else 0, self._gapped_bytes(node))
         for_a_moment = [
             self.ledger.new(size) for size in (*needed, *self._workspace(backward_workspace, node))

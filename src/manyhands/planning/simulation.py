@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from manyhands.ir.cluster import Cluster
-from manyhands.ir.geometry import samples_at_a_time
+from manyhands.ir.geometry import Tile, samples_at_a_time
 from manyhands.ir.plan import Cost, Kept
+from manyhands.ir.portions import portions
 from manyhands.ir.program import (
     Backward,
     Forward,
@@ -28,6 +29,7 @@ from manyhands.ir.program import (
     unread_convolutions,
 )
 from manyhands.ir.sizes import Sizes
+from manyhands.planning.chunks import leaving
 from manyhands.planning.costs import Costs
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.memory import peak
@@ -294,10 +296,10 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
             known[kind, num_bytes] = costs.step(device, kind, num_bytes)
         own = known[kind, num_bytes]
         match step:
-            case Forward(chunk, names):
+            case Forward(chunk):
                 each = [
-                    costs.layer(device, layers[n], regions.computed[n][device], n in regions.exchanged)
-                    for n in names
+                    costs.layer(device, layers[n], tile, n in regions.exchanged)
+                    for n, tile in _computed(step, lowered, device)
                 ]
                 chunks[chunk] = sum(f for f, _ in each), sum(b for _, b in each)
                 return own + chunks[chunk][0]
@@ -317,12 +319,22 @@ def _redo_seconds(step: Redo, lowered: Lowered, device: str, costs: Costs) -> fl
     """Of computing a chunk a second time and of its backward, some samples at a time."""
     regions, layers, total = lowered.regions, lowered.graph.by_name(), 0.0
     unread = unread_convolutions(step, layers)
-    for name in step.layers:
-        tile = regions.computed[name][device]
+    for name, tile in _computed(step, lowered, device):
         for some in samples_at_a_time(tile, step.samples):
             forward, backward = costs.layer(device, layers[name], some, name in regions.exchanged)
             total += backward if name in unread else forward + backward
     return total
+
+
+def _computed(step: Forward | Redo, lowered: Lowered, device: str) -> Iterator[tuple[str, Tile]]:
+    """The layers of a step with what is computed of them, in each of its bands."""
+    computed = {name: lowered.regions.computed[name][device] for name in step.layers}
+    if step.bands == 1:
+        yield from computed.items()
+        return
+    ends, layers = leaving(step.layers, lowered.graph), lowered.graph.by_name()
+    for portion in portions(step.layers, ends, computed, layers, bands=step.bands):
+        yield from ((name, portion.regions[name]) for name in step.layers)
 
 
 class _Warp:

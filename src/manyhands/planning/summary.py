@@ -64,6 +64,7 @@ def _segment(lowered: Lowered, index: int, received_bytes: int, seconds: Seconds
         seconds=tuple(seconds.items()),
         redo=segment.redo,
         refill=segment.refill,
+        bands=segment.bands,
     )
 
 

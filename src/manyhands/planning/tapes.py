@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from manyhands.ir.geometry import Span, Tile
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Layer
+from manyhands.ir.portions import Portion
 from manyhands.planning.ledger import Block
 from manyhands.planning.liveness import Buffer
 
@@ -35,10 +36,15 @@ class Tape:
     keep: bool = True
     again: bool = False
     leaves: bool = True  # are results left for later steps?
-    samples: Span | None = None  # only these; None: all
+    portion: Portion | None = None  # only this; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
     borrowed: set[Block] = field(default_factory=set)  # that have to stay as they are
 
-    def some(self, tile: Tile) -> Tile:
-        """Of a tile, the samples of this pass."""
-        return tile if self.samples is None else tile.with_span(0, tile.spans[0] & self.samples)
+    @property
+    def of_samples(self) -> bool:
+        """Are gradients given for samples one by one, which lie in one piece?"""
+        return self.portion is not None and not self.portion.banded
+
+    def region(self, name: str, whole: Tile) -> Tile:
+        """What this pass computes or reads of a layer."""
+        return whole if self.portion is None else self.portion.regions[name]

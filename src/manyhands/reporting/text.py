@@ -120,7 +120,11 @@ def _redone_notes(segments: tuple[SegmentFacts, ...]) -> list[str]:
         return []
     refilled = [index for index in redone if segments[index].refill]
     given = f", and of {_ranges(refilled)} even what is read" if refilled else ""
-    return [f"To fit, segments {_ranges(redone)} are computed a second time in backward{given}."]
+    notes = [f"To fit, segments {_ranges(redone)} are computed a second time in backward{given}."]
+    for bands in sorted({segments[index].bands for index in redone} - {1}):
+        banded = [index for index in redone if segments[index].bands == bands]
+        notes.append(f"Segments {_ranges(banded)} are computed in {bands} bands of rows, one after another.")
+    return notes
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from manyhands.ir.geometry import Span, Tile, samples_at_a_time
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import (
     BatchNorm,
     Convolve,
@@ -21,6 +21,7 @@ from manyhands.ir.graph import (
     Pointwise,
     Statistic,
 )
+from manyhands.ir.portions import Portion, portions
 from manyhands.ir.program import Forward, Program, Redo, Rerun, unread_convolutions, unshared_gradients
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
@@ -57,14 +58,18 @@ class Run:
     keep: bool = True
     again: bool = False
     leaves: bool = True  # are results left for later steps?
-    samples: Span | None = None  # only these; None: all
+    portion: Portion | None = None  # only this; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
     here: dict[str, tuple[Tensor, Tile]] = field(default_factory=dict)
     borrowed: set[int] = field(default_factory=set)  # memory that has to stay as it is
 
-    def some(self, tile: Tile) -> Tile:
-        """Of a tile, the samples of this run."""
-        return tile if self.samples is None else tile.with_span(0, tile.spans[0] & self.samples)
+    def region(self, name: str, whole: Tile) -> Tile:
+        """What this run computes or reads of a layer."""
+        return whole if self.portion is None else self.portion.regions[name]
+
+    def own(self, name: str, whole: Tile) -> Tile:
+        """What of it leaves this run."""
+        return whole if self.portion is None else self.portion.own[name]
 
     def may_overwrite(self, tensor: Tensor) -> bool:
         """Will nobody else read it?"""
@@ -94,28 +99,41 @@ class Computing:
         self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
         self.read_again = territory.read_again(program, self.layers)
         self.anchor = torch.zeros((), requires_grad=True)
+        self.portions: dict[Forward | Rerun | Redo, tuple[Portion, ...]] = {}
 
     # ---- forward -------------------------------------------------------------------------------------
 
     def forward(self, step: Forward) -> None:
         with torch.set_grad_enabled(step.keep and torch.is_grad_enabled()):
-            run = Run(Tape(), step.keep)
-            self._run(step.chunk, step.layers, run)
+            for portion in self._portions(step) or (None,):
+                run = Run(Tape(), step.keep, portion=portion)
+                self._run(step.chunk, step.layers, run)
         if step.keep:
             self.store.tapes[step.chunk] = run.tape
 
     @torch.no_grad()
     def rerun(self, step: Rerun) -> None:
-        self._run(step.chunk, step.layers, Run(Tape(), keep=False, again=True))
+        for portion in self._portions(step) or (None,):
+            self._run(step.chunk, step.layers, Run(Tape(), keep=False, again=True, portion=portion))
+
+    def _portions(self, step: Forward | Rerun | Redo) -> tuple[Portion, ...]:
+        if step not in self.portions:
+            samples = step.samples if isinstance(step, Redo) else 0
+            exports, computed = self.territory.exports[step.chunk], self.territory.computed
+            self.portions[step] = portions(step.layers, exports, computed, self.layers, samples, step.bands)
+        return self.portions[step]
 
     def _run(self, chunk: int, layers: tuple[str, ...], run: Run) -> None:
         exports = self.territory.exports[chunk]
         for name in layers:
             result = self._compute(self.layers[name], run)
-            run.here[name] = result, run.some(self.territory.computed[name])
+            region = run.region(name, self.territory.computed[name])
+            run.here[name] = result, region
             if name in exports:
+                own = run.own(name, region)
+                result = part(result, own.within(region))
                 if run.leaves:
-                    self.store.values[name, None] = result.detach()
+                    self._leave(name, result.detach(), own)
                 if result.requires_grad:
                     box = Box()
                     run.tape.roots[name] = Root.apply(result, box), box
@@ -123,8 +141,18 @@ class Computing:
             for done in self.last_uses[chunk][name]:
                 run.here.pop(done, None)
 
+    def _leave(self, name: str, result: Tensor, tile: Tile) -> None:
+        """A result, or a part of one, for later steps."""
+        key, whole = (name, None), self.territory.computed[name]
+        if tile == whole:
+            self.store.values[key] = result
+            return
+        if key not in self.store.values:
+            self.store.values[key] = self.store.empty(name, whole)
+        self.store.values[key][tile.within(whole)] = result
+
     def _compute(self, layer: Layer, run: Run) -> Tensor:
-        tile = run.some(self.territory.computed[layer.name])
+        tile = run.region(layer.name, self.territory.computed[layer.name])
         shapes = tuple(self.layers[n].shape for n in layer.inputs)
         pieces = parameter_tiles(layer, tile)
         weights = {p.role: self.weights.piece(p.name, t) for p, t in pieces}
@@ -169,11 +197,11 @@ class Computing:
                 return self.weights.tensors[name], self.weights.tiles[name]
         buffer = self.store.buffer(source, self.territory.segment_of[reader.name])
         whole = self.store.tile_of(buffer)
-        tile = run.some(whole)
+        tile = run.region(source, whole)
         if not tile.numel:
             return torch.empty(tile.shape, dtype=self.store.dtype(source)), tile
         value = self.store.values[buffer][tile.within(whole)]
-        if run.again or buffer in self.read_again:
+        if run.again or run.portion is not None or buffer in self.read_again:
             run.borrowed.add(value.untyped_storage().data_ptr())
         if not layer.differentiable:
             return value, tile
@@ -182,7 +210,7 @@ class Computing:
 
     def _statistic(self, layer: Layer, run: Run, weights: dict[str, Tensor]) -> Tensor:
         """A norm or mean whose statistics were exchanged."""
-        tile = run.some(self.territory.computed[layer.name])
+        tile = run.region(layer.name, self.territory.computed[layer.name])
         moments = moments_of(self.store, layer)
         box = run.tape.sums[layer.name] = Box()
         if layer.statistic is Statistic.MEAN:
@@ -224,18 +252,16 @@ class Computing:
             keep_sums(self.store, self.layers[name], self.territory.computed[name], box)
 
     def redo(self, step: Redo) -> None:
-        """Compute a chunk once more and take its gradients back at once, some samples after others."""
+        """Compute a chunk once more and take its gradients back at once, one portion after another."""
         self._keep_own_inputs(step)
         store, unread = self.store, frozenset(unread_convolutions(step, self.layers))
         names = [name for name in self.territory.exports[step.chunk] if name in store.gradients]
         gradients = {name: store.gradients.pop(name) for name in names}
-        tiles = samples_at_a_time(self.territory.computed[step.layers[0]], step.samples)
-        for tile in tiles:
-            samples = tile.spans[0] if tiles[1:] else None
-            run = Run(Tape(), again=True, leaves=False, samples=samples, unread=unread)
+        for portion in self._portions(step) or (None,):
+            run = Run(Tape(), again=True, leaves=False, portion=portion, unread=unread)
             self._run(step.chunk, step.layers, run)
             run.here.clear()
-            if not tiles[1:]:
+            if portion is None:
                 run.tape.backward(gradients)
                 self._hand_on(step.chunk, run.tape)
                 return
@@ -244,16 +270,16 @@ class Computing:
 
     def _some(self, name: str, whole: Tensor, run: Run) -> Tensor:
         tile = self.territory.computed[name]
-        return whole[run.some(tile).within(tile)]
+        return whole[run.own(name, tile).within(tile)]
 
     def _add_some(self, run: Run) -> None:
-        """What flowed back from some samples."""
+        """What flowed back from one portion."""
         for buffer, box in run.tape.sources.items():
             gradient = box.take()
             if gradient is not None:
-                self._add(buffer, run.some(self.store.tile_of(buffer)), gradient)
+                self._add(buffer, run.region(buffer[0], self.store.tile_of(buffer)), gradient)
         for name, box in run.tape.sums.items():
-            keep_sums(self.store, self.layers[name], run.some(self.territory.computed[name]), box)
+            keep_sums(self.store, self.layers[name], run.region(name, self.territory.computed[name]), box)
 
     def _add(self, buffer: Buffer, tile: Tile, gradient: Tensor) -> None:
         layer, segment = buffer
