@@ -38,8 +38,7 @@ def portions(
     `leaving`: the layers whose results are read outside of the chunk; `computed`: all that is computed here.
     Samples are taken of all of that, because a norm of a sample has to see all rows of it.
     """
-    read = {source for name in names for source in layers[name].inputs}
-    ends = [name for name in names if bands == 1 or name in set(leaving) or name not in read]
+    ends = list(names) if bands == 1 else _ends(names, leaving, layers)
     some = [tile.spans[0] for tile in samples_at_a_time(computed[ends[0]], samples)] if samples else [None]
     if len(some) * bands == 1:
         return ()
@@ -50,6 +49,26 @@ def portions(
             if any(tile.numel for tile in own.values()):
                 found.append(Portion(_regions(names, own, layers), own, bands > 1))
     return tuple(found)
+
+
+def can_be_cut(
+    names: tuple[str, ...],
+    leaving: Iterable[str],
+    computed: Mapping[str, Tile],
+    layers: Mapping[str, Layer],
+    bands: int,
+) -> bool:
+    """Does no band need what all rows together do not? A window that lies in padding alone wants any row."""
+    ends = _ends(names, leaving, layers)
+    whole = _regions(names, {name: computed[name] for name in ends}, layers)
+    parts = portions(names, leaving, computed, layers, bands=bands)
+    return all(whole[name].covers(tile) for part in parts for name, tile in part.regions.items())
+
+
+def _ends(names: tuple[str, ...], leaving: Iterable[str], layers: Mapping[str, Layer]) -> list[str]:
+    """What others read of a chunk, or nobody."""
+    read, left = {source for name in names for source in layers[name].inputs}, set(leaving)
+    return [name for name in names if name in left or name not in read]
 
 
 def _own(tile: Tile, samples: Span | None, band: int, bands: int) -> Tile:

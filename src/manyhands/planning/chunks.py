@@ -9,7 +9,7 @@ from math import prod
 from manyhands.ir.geometry import Tile, samples_at_a_time
 from manyhands.ir.graph import ITEM_BYTES, Constant, Graph, Layer, Statistic
 from manyhands.ir.plan import Plan
-from manyhands.ir.portions import ROWS
+from manyhands.ir.portions import ROWS, can_be_cut
 from manyhands.ir.regions import needs
 from manyhands.planning.assignment import Assignment
 
@@ -65,7 +65,8 @@ def num_bands(wanted: int, tiles: dict[str, Tile], layers: Mapping[str, Layer], 
     """In how many bands of rows these layers can be computed: in one, if a layer has to see all rows."""
     if any(layers[name].statistic or len(tile.spans) != 4 for name, tile in tiles.items()):
         return 1
-    return min(wanted, *(len(tiles[name].spans[ROWS]) for name in leaving))
+    bands = min(wanted, *(len(tiles[name].spans[ROWS]) for name in leaving))
+    return bands if can_be_cut(tuple(tiles), leaving, tiles, layers, bands) else 1
 
 
 def leaving(names: Iterable[str], graph: Graph) -> list[str]:

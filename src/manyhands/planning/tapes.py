@@ -46,5 +46,5 @@ class Tape:
         return self.portion is not None and not self.portion.banded
 
     def region(self, name: str, whole: Tile) -> Tile:
-        """What this pass computes or reads of a layer."""
-        return whole if self.portion is None else self.portion.regions[name]
+        """What this pass computes or reads of a layer; a mean that is exchanged reads nothing."""
+        return whole if self.portion is None else self.portion.regions[name] & whole

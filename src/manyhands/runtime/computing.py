@@ -64,8 +64,8 @@ class Run:
     borrowed: set[int] = field(default_factory=set)  # memory that has to stay as it is
 
     def region(self, name: str, whole: Tile) -> Tile:
-        """What this run computes or reads of a layer."""
-        return whole if self.portion is None else self.portion.regions[name]
+        """What this run computes or reads of a layer; a mean that is exchanged reads nothing."""
+        return whole if self.portion is None else self.portion.regions[name] & whole
 
     def own(self, name: str, whole: Tile) -> Tile:
         """What of it leaves this run."""
