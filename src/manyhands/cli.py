@@ -202,6 +202,7 @@ def memory(
     model: Model,
     input: Input = None,
     batches: Annotated[str, typer.Option("--batches", help="Batch sizes, by commas.")] = "1,4",
+    disk: Annotated[Path | None, typer.Option("--disk", help="A directory that may hold states.")] = None,
     as_json: Json = False,
 ) -> None:
     """What training on one device takes: memory by time, and what fits into boards of 512 MB to 4 GB."""
@@ -210,15 +211,19 @@ def memory(
         raise RequestError(f"--batches {batches}: whole numbers, by commas.")
     from manyhands.checkpointing import surveying
     from manyhands.loading import default_input, parse_inputs
+    from manyhands.runtime.shelf import measure as measure_disk
 
     shapes = parse_inputs(input or default_input(model))
     with busy(as_json) as status:
+        status.update("measuring the disk ...")
+        speed = measure_disk(disk) if disk is not None else None
         rows = []
         for size in sizes:
             status.update(f"measuring stages with batch {size} ...")
-            rows.append(surveying.survey(model, shapes, int(size)))
+            rows.append(surveying.survey(model, shapes, int(size), speed))
     found = tuple(rows)
-    print(json.dumps(surveying.to_json(found))) if as_json else show(surveying.view(model, shapes, found))
+    text = json.dumps(surveying.to_json(found))
+    print(text) if as_json else show(surveying.view(model, shapes, found, speed))
 
 
 @app.command()

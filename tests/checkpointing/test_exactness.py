@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from manyhands.checkpointing.measuring import measure
 from manyhands.errors import RequestError, RunError
-from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
+from manyhands.ir.schedule import Action, Advance, Back, Disk, Restore, Store, Tape
 from manyhands.models import ZOO, build
 from manyhands.planning.checkpoints import Table, plain
 from manyhands.planning.revolve import revolve
@@ -49,7 +51,7 @@ class Trial:
         found += [w.grad.clone() for w in self.model.parameters() if w.grad is not None]
         return [*found, *(b.clone() for b in self.model.buffers()), torch.get_rng_state()]
 
-    def by(self, actions: tuple[Action, ...]) -> Callable[..., Any]:
+    def by(self, actions: tuple[Action, ...], directory: Path | None = None) -> Callable[..., Any]:
         script = Script(
             self.cut.stages,
             self.recipes,
@@ -57,6 +59,7 @@ class Trial:
             self.cut.differentiable,
             actions,
             batch=len(self.inputs[0]),
+            directory=directory,
         )
 
         def forward(*inputs: Tensor) -> Any:
@@ -67,8 +70,8 @@ class Trial:
 
         return forward
 
-    def require_same(self, actions: tuple[Action, ...]) -> None:
-        expected, found = self.outcome(self.model), self.outcome(self.by(actions))
+    def require_same(self, actions: tuple[Action, ...], directory: Path | None = None) -> None:
+        expected, found = self.outcome(self.model), self.outcome(self.by(actions, directory))
         assert len(expected) == len(found)
         assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
 
@@ -178,6 +181,45 @@ def test_a_model_with_much_that_is_odd(mode: int, blind: bool) -> None:
     trial.require_same(_one_by_one(trial, mode, blind))
     trial.require_same(plain(trial.chain).actions)
     trial.require_same(revolve(len(trial.chain.stages), 1))  # from the beginning each time
+
+
+def test_states_on_disk(tmp_path: Path) -> None:
+    """Every state is written, and read back as it was; nothing is left."""
+    torch.manual_seed(0)
+    trial = Trial(Odd(), torch.randn(3, 3, 17, 19))
+    actions = _one_by_one(trial, 1, blind=True)
+    shelved = tuple(Store(a.state, disk=True) if isinstance(a, Store) and a.state else a for a in actions)
+    trial.require_same(shelved, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_planned_schedule_with_a_disk(tmp_path: Path) -> None:
+    """The disk is taken to be quick, so that it is used."""
+    torch.manual_seed(0)
+    trial = Trial(build("resnet18-cifar").train(), torch.randn(2, 3, 32, 32))
+    table = Table(trial.chain, plain(trial.chain).peak_bytes, disk=Disk(1e12, 1e12))
+    assert table.least_bytes is not None
+    found, without = table.plan(table.least_bytes), table.plan(table.least_bytes, on_disk=False)
+    assert found is not None and found.on_disk
+    assert without is None or found.seconds < without.seconds
+    trial.require_same(found.actions, tmp_path)
+
+
+def test_a_disk_that_is_full_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trial = Trial(Odd(), torch.randn(3, 3, 17, 19))
+    actions = _one_by_one(trial, 0, blind=False)
+    shelved = tuple(Store(a.state, disk=True) if isinstance(a, Store) and a.state else a for a in actions)
+    forward = trial.by(shelved, tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes that a file may have
+    try:
+        with pytest.raises(RunError, match="could not be written to .*: File too large. The weights are"):
+            forward(*trial.inputs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    trial.require_same(shelved, tmp_path)
 
 
 class Branches(nn.Module):

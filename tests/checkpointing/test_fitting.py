@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_fitting_leaves_the_model_and_the_random_stream_as_they_were(
     assert all(weight.grad is None for weight in model.parameters())
     assert list(fitted.state_dict()) == list(state) and isinstance(fitted, type(model))
     assert [id(w) for w in fitted.parameters()] == [id(w) for w in model.parameters()]
+
+
+def test_a_disk_is_measured_and_left_alone_where_there_is_memory(
+    model: nn.Module, images: Tensor, tmp_path: Path
+) -> None:
+    expected, random = _train(copy.deepcopy(model), images), torch.get_rng_state()
+    fitted = manyhands.fit(model, images, PLENTY, disk=tmp_path)
+    assert torch.equal(random, torch.get_rng_state())
+    assert fitted.fit.disk_bytes == 0  # type: ignore[union-attr]
+    found = _train(fitted, images)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+    with pytest.raises(manyhands.RequestError, match="elsewhere cannot be used for states: .*No such file"):
+        manyhands.fit(model, images, PLENTY, disk=tmp_path / "elsewhere")
 
 
 def test_fewer_samples_and_evaluation_are_fine(model: nn.Module, images: Tensor) -> None:

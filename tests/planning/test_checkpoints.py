@@ -8,7 +8,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.ir.schedule import Action, Advance, Back, Chain, Mode, Restore, Stage, Store, Tape
+from manyhands.ir.schedule import Action, Advance, Back, Chain, Disk, Mode, Restore, Stage, Store, Tape
 from manyhands.planning.checkpoints import Table, plain
 
 
@@ -50,8 +50,10 @@ class Machine:
     `cautious`: the gradients of what the chain returns count from the beginning, as the planner counts.
     """
 
-    def __init__(self, chain: Chain, *, cautious: bool = False) -> None:
-        self.chain, self.cautious = chain, cautious
+    def __init__(self, chain: Chain, *, cautious: bool = False, disk: Disk | None = None) -> None:
+        self.chain, self.cautious, self.disk = chain, cautious, disk
+        self.on_disk: set[int] = set()
+        self.writing: int | None = None
         self.present: int | None = 0
         self.stored: set[int] = set()
         self.taped: dict[int, Mode] = {}
@@ -73,26 +75,44 @@ class Machine:
         arrived = self.cautious or self.left < len(self.chain.stages) or self.present is None
         return held + own + (self.chain.gradients[self.left] if arrived else 0)
 
+    def own_bytes(self, state: int) -> int:
+        return self.chain.bytes_of(self.chain.states[state] - self.chain.states[0])
+
     def use(self, more: int) -> None:
         self.peak = max(self.peak, self.held() + more)
 
     def act(self, action: Action) -> None:
         chain = self.chain
         match action:
-            case Store(state):
-                assert self.present == state and state not in self.stored
-                self.stored.add(state)
+            case Store(state, disk):
+                assert self.present == state and state not in self.stored | self.on_disk
+                self.stored.add(state)  # also while it is written
+                self.writing = state if disk else None
             case Restore(state, last):
-                assert state in self.stored
+                assert state in self.stored | self.on_disk
+                if state in self.on_disk:
+                    assert self.disk is not None
+                    self.seconds += self.own_bytes(state) / self.disk.read_bytes_per_s
                 self.present = state
-                self.stored -= {state} if last else set()
+                self.on_disk -= {state}
+                self.stored = self.stored - {state} if last else self.stored | {state}
             case Advance(start, stop):
                 assert self.present == start < stop <= self.left
+                seconds = 0.0
                 for number in range(start, stop):
                     stage = chain.stages[number]
                     self.use(stage.forward_bytes)
-                    self.seconds += self.first_or_again(number, stage.first_s, stage.again_s)
+                    seconds += self.first_or_again(number, stage.first_s, stage.again_s)
                     self.present = number + 1
+                if self.writing is not None:
+                    assert self.disk is not None and self.writing == start
+                    seconds = max(seconds, self.own_bytes(start) / self.disk.write_bytes_per_s)
+                    self.stored, self.on_disk, self.writing = (
+                        self.stored - {start},
+                        self.on_disk | {start},
+                        None,
+                    )
+                self.seconds += seconds
             case Tape(number, blind, choice):
                 mode = chain.stages[number].modes[choice]
                 assert self.present == number < self.left and number not in self.taped
@@ -118,12 +138,45 @@ class Machine:
         return first
 
 
-def replayed(chain: Chain, actions: tuple[Action, ...]) -> Machine:
-    machine = Machine(chain)
+def replayed(chain: Chain, actions: tuple[Action, ...], disk: Disk | None = None) -> Machine:
+    machine = Machine(chain, disk=disk)
     for action in actions:
         machine.act(action)
-    assert machine.left == 0 and not machine.stored and not machine.taped
+    assert machine.left == 0 and not machine.stored | machine.on_disk and not machine.taped
     return machine
+
+
+@settings(deadline=None, max_examples=150)
+@given(chains(), st.floats(0.2, 1.0), st.sampled_from((0.5, 4.0, 1e9)), st.sampled_from((0.5, 4.0, 1e9)))
+def test_a_schedule_with_a_disk_is_legal_fits_and_is_never_slower_than_without(
+    chain: Chain, part: float, write: float, read: float
+) -> None:
+    memory, disk = int(part * plain(chain).peak_bytes) + 1, Disk(write, read)
+    table = Table(chain, memory, slots=memory, disk=disk)
+    found, without = table.plan(memory), table.plan(memory, on_disk=False)
+    assert without == Table(chain, memory, slots=memory).plan(memory)
+    if found is None:
+        assert without is None
+        return
+    machine = replayed(chain, found.actions, disk)
+    assert machine.peak <= found.peak_bytes <= memory
+    assert abs(machine.seconds - found.seconds) < 1e-3
+    assert without is None or found.seconds <= without.seconds
+    assert not found.on_disk or without is None or found.seconds < without.seconds
+
+
+def test_a_disk_is_used_where_it_pays_and_only_there() -> None:
+    """Stages of 10 seconds with results of 10 bytes that nobody has room for."""
+    mode = Mode(frozenset(), 10, 20, 0, 10.0, 10.0, 10.0, 10.0)
+    stages = tuple(Stage(f"stage{n}", 10.0, 10.0, 10, 0, (mode,)) for n in range(8))
+    chain = Chain((10,) * 9, (10,) * 9, stages, tuple(frozenset({n}) for n in range(9)))
+    memory = 60
+    without = Table(chain, memory, slots=memory).plan(memory)
+    quick = Table(chain, memory, slots=memory, disk=Disk(10.0, 10.0)).plan(memory)
+    slow = Table(chain, memory, slots=memory, disk=Disk(0.1, 0.1)).plan(memory)
+    assert without is not None and quick is not None
+    assert quick.on_disk and quick.seconds < without.seconds
+    assert slow == without
 
 
 @settings(deadline=None, max_examples=150)
@@ -172,7 +225,7 @@ def quickest(chain: Chain, memory: int) -> float | None:
         present, stored, taped, left, reached = place
         if left == 0:
             return seconds
-        for action in _possible(chain, present, stored, dict(taped), left, reached):
+        for actions in _possible(chain, present, stored, dict(taped), left, reached):
             machine = Machine(chain, cautious=True)
             machine.present, machine.stored, machine.left, machine.reached = (
                 present,
@@ -181,12 +234,12 @@ def quickest(chain: Chain, memory: int) -> float | None:
                 reached,
             )
             machine.taped = {n: chain.stages[n].modes[c] for n, c in taped}
-            machine.act(action)
+            for action in actions:
+                machine.act(action)
             if machine.peak > memory:
                 continue
             choices = {n: c for n, c in taped if n in machine.taped}
-            if isinstance(action, Tape):
-                choices[action.stage] = action.mode
+            choices |= {action.stage: action.mode for action in actions if isinstance(action, Tape)}
             after = (
                 machine.present,
                 frozenset(machine.stored),
@@ -200,23 +253,28 @@ def quickest(chain: Chain, memory: int) -> float | None:
 
 def _possible(
     chain: Chain, present: int | None, stored: frozenset[int], taped: dict[int, int], left: int, reached: int
-) -> list[Action]:
-    found: list[Action] = []
+) -> list[tuple[Action, ...]]:
+    """A stored state is let go when its stage is taped, and not before: those two are one step."""
+    found: list[tuple[Action, ...]] = []
     turned = reached == len(chain.stages)
+
+    def tapes(stage: int) -> list[Tape]:
+        alone = stage == left - 1 and turned
+        return [Tape(stage, alone, choice) for choice in range(len(chain.stages[stage].modes))]
+
     if left - 1 in taped and turned:
-        found.append(Back(left - 1))
+        found.append((Back(left - 1),))
     for state in stored:
         if present is None or turned:
-            found += [Restore(state, last=True), Restore(state, last=False)]
+            found.append((Restore(state, last=False),))
+            found += [(Restore(state, last=True), tape) for tape in tapes(state)]
     if present is not None and present < left and present not in taped:
         if present not in stored:
-            found.append(Store(present))
+            found.append((Store(present),))
+            found += [(tape,) for tape in tapes(present)]
         before_the_end = present < left - (1 if turned else 0)
         if before_the_end and (present in stored or any(state < present for state in stored)):
-            found.append(Advance(present, present + 1))
-        for choice in range(len(chain.stages[present].modes)):
-            alone = present == left - 1 and turned
-            found.append(Tape(present, alone, choice))
+            found.append((Advance(present, present + 1),))
     return found
 
 

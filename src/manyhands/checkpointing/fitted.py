@@ -28,6 +28,7 @@ class Fit:
     least_bytes: int  # with the smallest schedule there is
     planning_s: float
     schedule: Checkpoints
+    disk_bytes: int = 0  # written in a step
 
 
 class Fitted:

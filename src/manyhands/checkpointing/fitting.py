@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from manyhands.runtime.allocator import Room, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import Convolution, Norm, is_watched, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
+from manyhands.runtime.shelf import measure as measure_disk
 from manyhands.tracing.stages import Staged, result_names, staged
 
 SPARE = 0.01  # of the budget: what a process needs now and then besides
@@ -41,6 +44,7 @@ def fit(
     example: Tensor | Sequence[Tensor],
     memory: str | int,
     optimizer: torch.optim.Optimizer | None = None,
+    disk: str | Path | None = None,
 ) -> nn.Module:
     """A module with the same weights that trains exactly as the model does, within so much memory.
 
@@ -49,13 +53,15 @@ def fit(
     `memory` is for the whole process. `example` is a batch as large as any that follows. Some stages of the
     model are computed again in backward: gradients, buffers and random numbers are those of torch, bit for
     bit. A step is tried out on this device. The optimiser tells how much its state will take; without one,
-    as much as SGD with momentum. What was found is in the module's `fit`.
+    as much as SGD with momentum. What was found is in the module's `fit`. `disk`: a directory to which
+    states may be written instead of being computed again, where that is faster on this device.
     """
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     _check(model, inputs)
     with busy(not sys.stderr.isatty()) as status:
-        fitting = _Fitting(model, inputs, budget, optimizer, lambda what: status.update(f"{what} ..."))
+        shelf = Path(disk) if disk is not None else None
+        fitting = _Fitting(model, inputs, budget, optimizer, shelf, lambda what: status.update(f"{what} ..."))
         return fitted(model, *fitting.found())
 
 
@@ -83,9 +89,11 @@ class _Fitting:
         inputs: tuple[Tensor, ...],
         budget: int,
         optimizer: torch.optim.Optimizer | None,
+        shelf: Path | None,
         tell: Callable[[str], None],
     ) -> None:
-        self.tell = tell
+        self.tell, self.shelf = tell, shelf
+        self.disk = None if shelf is None else measure_disk(shelf)
         self.model, self.inputs, self.budget = model, inputs, budget
         self.staged = _staged(model, inputs)
         self.recipes = [recipe_for(code) for code in self.staged.stages]
@@ -103,27 +111,19 @@ class _Fitting:
         return_freed_memory()
         base = current_memory() + self.later_bytes
         room = int(self.budget * (1 - SPARE)) - base
-        table, planning_s = _planned(chain, room)
+        table, planning_s = self._planned(chain, room)
         least = table.least_bytes
         if least is None or least > room:
-            smallest = Table(chain, 2 * plain(chain).peak_bytes).least_bytes
+            smallest = Table(chain, 2 * plain(chain).peak_bytes, disk=self.disk).least_bytes
             assert smallest is not None
             stage = chain.stages[_largest(chain)].name
             raise self._too_little(with_spare(base + smallest), base, stage)
         parts: tuple[float, ...] = TIGHT
         if room > LOOSE * least and not self.tight:  # enough to keep what is freed
             chain = self._measured(chain)
-            table, planning_s = _planned(chain, room)
+            table, planning_s = self._planned(chain, room)
             parts = ROOM_TO_REUSE
-        best: tuple[Script, Fit] | None = None
-        for part in parts:
-            schedule = table.plan(int(room * part))
-            if schedule is None or (best is not None and schedule == best[1].schedule):
-                break
-            tried = self._tried(table, schedule)
-            if best is None or tried[1].seconds < best[1].seconds:
-                best = tried
-        assert best is not None
+        best = self._best(table, [int(room * part) for part in parts])
         everything = plain(chain)
         facts = replace(
             best[1],
@@ -133,6 +133,26 @@ class _Fitting:
             planning_s=planning_s,
         )
         return best[0], self.staged, self.inputs, facts
+
+    def _planned(self, chain: Chain, room: int) -> tuple[Table, float]:
+        started = time.perf_counter()
+        most = max(1, min(room, plain(chain).peak_bytes))  # more than all is of no use
+        return Table(chain, most, disk=self.disk), time.perf_counter() - started
+
+    def _best(self, table: Table, rooms: list[int]) -> tuple[Script, Fit]:
+        """Of schedules for different room, with a disk and without, the one that was quickest when tried."""
+        ways = (True, False) if self.disk else (False,)
+        found = [table.plan(room, on_disk=on_disk) for room in rooms for on_disk in ways]
+        tried, refused = [], None
+        for schedule in {each.actions: each for each in found if each is not None}.values():
+            try:
+                tried.append(self._tried(table, schedule))
+            except RequestError as error:
+                refused = refused or error
+        if not tried:
+            assert refused is not None
+            raise refused
+        return min(tried, key=lambda each: each[1].seconds)
 
     def _measured(self, keeping: Chain | None) -> Chain:
         chain, growths = measure(
@@ -152,14 +172,16 @@ class _Fitting:
     def _tried(self, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
         """Run a step, and plan again with less as long as it takes more than it may."""
         limit, allowed = int(self.budget * (1 - SPARE)), schedule.peak_bytes
+        on_disk = bool(schedule.on_disk)
         for _ in range(TRIES):
+            disk_bytes = self._disk_bytes(schedule)
             seconds, peak = self._step(self._script(schedule, limit - self.state_bytes))
             peak += self.state_bytes
             if peak <= self.budget:
-                facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule)
+                facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule, disk_bytes)
                 return self._script(schedule, limit), facts
             allowed, limit = allowed - (peak - self.budget), limit - (peak - self.budget)
-            smaller = table.plan(allowed)
+            smaller = table.plan(allowed, on_disk=on_disk)
             if smaller is None:
                 raise RequestError(
                     f"a step took {amount(peak)} where {amount(self.budget)} are allowed, and no schedule "
@@ -167,6 +189,19 @@ class _Fitting:
                 )
             schedule = smaller
         raise RequestError(f"no schedule stayed below {amount(self.budget)}. Allow a little more memory.")
+
+    def _disk_bytes(self, schedule: Checkpoints) -> int:
+        """What a step writes. There has to be room for it."""
+        states = [self._bytes(self.staged.states[state]) for state in schedule.on_disk]
+        if self.shelf is None or not states:
+            return 0
+        needed, free = sum(states), shutil.disk_usage(self.shelf).free
+        if needed > free:
+            raise RequestError(
+                f"{amount(needed)} would be written to {self.shelf}, where {amount(free)} are free. "
+                "Free some space, or fit without a disk."
+            )
+        return needed
 
     def _script(self, schedule: Checkpoints, limit_bytes: int) -> Script:
         return Script(
@@ -178,6 +213,7 @@ class _Fitting:
             self.growths,
             Room(limit_bytes) if self.growths else None,
             len(self.inputs[0]) if self.inputs[0].dim() else None,
+            self.shelf,
         )
 
     def _step(self, script: Script) -> tuple[float, int]:
@@ -259,12 +295,6 @@ class _Fitting:
             f"which {amount(base)} are the process, weights, gradients and the optimiser's state; {stage} "
             "needs most of the rest. Allow that much, or try a smaller batch or image."
         )
-
-
-def _planned(chain: Chain, room: int) -> tuple[Table, float]:
-    started = time.perf_counter()
-    table = Table(chain, max(1, min(room, plain(chain).peak_bytes)))  # more than all is of no use
-    return table, time.perf_counter() - started
 
 
 def with_spare(num_bytes: int) -> int:

@@ -11,6 +11,7 @@ from rich.table import Table as View
 
 from manyhands.checkpointing.fitting import SPARE, later_bytes, with_spare
 from manyhands.checkpointing.measuring import measure
+from manyhands.ir.schedule import Disk
 from manyhands.loading import load_model
 from manyhands.planning.checkpoints import Table, plain
 from manyhands.reporting.text import amount
@@ -39,7 +40,7 @@ class Row:
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def survey(name: str, shapes: Shapes, batch: int) -> Row:
+def survey(name: str, shapes: Shapes, batch: int, disk: Disk | None = None) -> Row:
     """Every stage is run on this machine, one at a time; a schedule is put together from what they take."""
     model = load_model(name).train()
     images = [torch.randn(batch, *shape) for shape in shapes]
@@ -50,7 +51,7 @@ def survey(name: str, shapes: Shapes, batch: int) -> Row:
     return_freed_memory()
     base = current_memory() + later_bytes(model, None)
     everything = plain(chain)
-    table = Table(chain, everything.peak_bytes)
+    table = Table(chain, everything.peak_bytes, disk=disk)
     seconds = table.seconds
     quickest = float(min(everything.seconds, seconds.min()))
     least = table.least_bytes
@@ -81,7 +82,7 @@ def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def view(name: str, shapes: Shapes, rows: tuple[Row, ...]) -> View:
+def view(name: str, shapes: Shapes, rows: tuple[Row, ...], disk: Disk | None = None) -> View:
     sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
     table = View(title=f"{name}, images of {sizes}: memory of the whole process")
     table.add_column("batch", justify="right")
@@ -104,4 +105,7 @@ def view(name: str, shapes: Shapes, rows: tuple[Row, ...]) -> View:
         "Stages measured on this machine, one by one; schedules estimated from them. With this process, "
         "weights, gradients and the state of SGD with momentum. manyhands.fit tries a whole step."
     )
+    if disk is not None:
+        speeds = (f"{amount(int(speed))}/s" for speed in (disk.write_bytes_per_s, disk.read_bytes_per_s))
+        table.caption += f" States may be on disk, which writes {' and reads '.join(speeds)} as measured."
     return table

@@ -14,14 +14,18 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Keep the present state."""
+    """Keep the present state; `disk`: there and not in memory, written while the next stages are computed."""
 
     state: int
+    disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """The present state is this stored one again; `last`: it is not needed any more after that."""
+    """The present state is this stored one again; `last`: it is not needed any more after that.
+
+    One that was on disk is in memory from then on.
+    """
 
     state: int
     last: bool
@@ -49,6 +53,14 @@ class Back:
     """Compute a taped stage backward."""
 
     stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """How fast states are written and read again, as measured."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
 
 
 Action = Store | Restore | Advance | Tape | Back

@@ -7,7 +7,8 @@ more. That is optimal among the schedules that never drop a stored state before 
 
 O. Beaumont et al., Optimal checkpointing for heterogeneous chains, Inria RR-9302, 2019, has the recursion.
 Here a state is a set of tensors, so that what a checkpoint shares with the one before it is counted once, and
-a stage whose backward does not need its result is not computed again for it.
+a stage whose backward does not need its result is not computed again for it. Of the states on the first way
+through, some may be on disk, which costs time instead of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import ceil, floor
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.ir.schedule import Action, Advance, Back, Chain, Mode, Restore, Store, Tape
+from manyhands.ir.schedule import Action, Advance, Back, Chain, Disk, Mode, Restore, Store, Tape
 
 Seconds = NDArray[np.float32]  # by slots, or by parts and slots
 SLOTS = 320  # into which memory is divided
@@ -31,7 +32,9 @@ _TAPED = -1  # a decision: tape the first stage in its first mode, -2 in its sec
 class Table:
     """The least seconds of every part of a chain, by slots of memory beyond the part's first state."""
 
-    def __init__(self, chain: Chain, memory_bytes: int, slots: int | None = None) -> None:
+    def __init__(
+        self, chain: Chain, memory_bytes: int, slots: int | None = None, disk: Disk | None = None
+    ) -> None:
         self.chain, length = chain, len(chain.stages)
         slots = slots or (SLOTS if length < LONG else SLOTS * LONG // length)
         self.slot_bytes = _slot_bytes(chain, memory_bytes, slots)
@@ -44,6 +47,7 @@ class Table:
         self.parts: dict[int, _Parts] = {}  # by first state
         for first in reversed(range(length)):
             self.parts[first] = _Parts(self, first)
+        self.sweep = _Sweep(self, disk) if disk is not None else None
 
     def rounded(self, num_bytes: NDArray[np.float64] | int) -> NDArray[np.int64]:
         """Slots for so many bytes; more than there are, if it is too much."""
@@ -52,7 +56,7 @@ class Table:
     @property
     def seconds(self) -> Seconds:
         """Of the whole chain, by slots."""
-        row: Seconds = self.parts[0].seconds[-1]
+        row: Seconds = self.parts[0].seconds[-1] if self.sweep is None else self.sweep.seconds[0]
         return row
 
     @property
@@ -67,16 +71,32 @@ class Table:
     def bytes_of(self, slots: int) -> int:
         return ceil(slots * self.slot_bytes) + self.chain.noted_bytes
 
-    def plan(self, memory_bytes: int) -> Checkpoints | None:
-        """The fastest schedule within so many bytes beyond the first state; None: there is none."""
+    def plan(self, memory_bytes: int, *, on_disk: bool = True) -> Checkpoints | None:
+        """The fastest schedule within so many bytes beyond the first state; None: there is none.
+
+        With states on disk, if there is one and that is faster; not `on_disk`: with none.
+        """
         slots = min(self._slots_in(memory_bytes), self.slots)
-        row = self.seconds
+        sweep = self.sweep if on_disk else None
+        row = self.parts[0].seconds[-1] if sweep is None else sweep.seconds[0]
         if slots < 0 or not np.isfinite(row[slots]):
             return None
         enough = int(np.flatnonzero(row == row[slots])[0])  # more is of no use
         actions: list[Action] = []
-        self._enter(actions, 0, len(self.chain.stages), enough, stored=False)
+        self._go(actions, 0, enough, sweep)
         return Checkpoints(tuple(actions), float(row[slots]), self.bytes_of(enough))
+
+    def _go(self, actions: list[Action], first: int, slots: int, sweep: _Sweep | None) -> None:
+        """From a state to the end and back, with states on disk where that is planned."""
+        length = len(self.chain.stages)
+        stop = length if sweep is None else sweep.next(first, slots)
+        left = slots if sweep is None else slots - sweep.beyond[first]
+        if stop == length:
+            self._enter(actions, first, length, left, stored=False)
+            return
+        actions += [Store(first, disk=first > 0), Advance(first, stop)]
+        self._go(actions, stop, slots, sweep)
+        self._enter(actions, first, stop, left, stored=True)
 
     def _enter(self, actions: list[Action], first: int, stop: int, slots: int, *, stored: bool) -> None:
         decision, left = self.parts[first].decision(stop, slots)
@@ -177,6 +197,47 @@ class _Taped:
         return found
 
 
+class _Sweep:
+    """Some states of the first way through the chain on disk; between two of them, all is in memory.
+
+    While the way from one to the next is computed the first is written, and it is read before that way back.
+    Seconds and slots are those from a state to the end and back, with the chain's first state at hand.
+    """
+
+    def __init__(self, table: Table, disk: Disk) -> None:
+        self.table, whole = table, table.parts[0]
+        places, length = [int(rest) for rest in table.rests], len(table.chain.stages)
+        stops = [int(stop) for stop in whole.stops]
+        self.beyond = {0: 0} | {stop: int(slots) for stop, slots in zip(stops, whole.beyond, strict=True)}
+        self.seconds: dict[int, Seconds] = {}
+        self._next: dict[int, NDArray[np.int64]] = {}
+        for first in reversed(places[:-1]):
+            parts, beyond = table.parts[first], self.beyond[first]
+            num_bytes = float(table.carried[0, first])
+            write_s, read_s = num_bytes / disk.write_bytes_per_s, num_bytes / disk.read_bytes_per_s
+            best = _shifted(parts.seconds[-1], beyond)
+            choice = np.full(len(best), length)
+            for stop in (place for place in places[:-1] if place > first):
+                number = int(np.searchsorted(parts.stops, stop))
+                walk_s = max(float(parts.first[number]), write_s)
+                found = self.seconds[stop] + _shifted(parts.seconds[number], beyond)
+                found += np.float32(walk_s + read_s)
+                found[: beyond + int(parts.needed[number, -1])] = np.inf
+                choice[found < best] = stop
+                best = np.minimum(best, found)
+            self.seconds[first], self._next[first] = best, choice
+
+    def next(self, first: int, slots: int) -> int:
+        """The state that is stored after one; the last: nothing more goes to disk."""
+        return int(self._next[first][slots])
+
+
+def _shifted(row: Seconds, slots: int) -> Seconds:
+    """The same with some slots taken by something else."""
+    taken: Seconds = np.full(min(slots, len(row)), np.inf, np.float32)
+    return np.concatenate([taken, row[: len(row) - len(taken)]])
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     """A schedule, how long it takes and how many bytes beyond the first state it needs at most."""
@@ -184,6 +245,11 @@ class Checkpoints:
     actions: tuple[Action, ...]
     seconds: float
     peak_bytes: int
+
+    @property
+    def on_disk(self) -> tuple[int, ...]:
+        """States that are written to disk."""
+        return tuple(action.state for action in self.actions if isinstance(action, Store) and action.disk)
 
 
 def plain(chain: Chain) -> Checkpoints:

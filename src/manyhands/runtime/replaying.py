@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -22,6 +23,7 @@ from manyhands.errors import RunError
 from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
 from manyhands.runtime.allocator import Room
 from manyhands.runtime.recipes import Code, Convolution, Norm, Notes, Order, Pool, Recipe, Values
+from manyhands.runtime.shelf import Parcel
 from manyhands.runtime.tape import Box, Root, Source
 
 
@@ -46,6 +48,7 @@ class Script:
     growths: Sequence[Growth] = ()  # of each stage, for which room is made
     room: Room | None = None
     batch: int | None = None  # for which modes were compared to the bit
+    directory: Path | None = None  # for states on disk
 
 
 @dataclass
@@ -72,7 +75,7 @@ class Replay:
         self._script = script
         self._left = iter(script.actions)
         self._present: Values = {}
-        self._stored: dict[int, Values] = {}
+        self._stored: dict[int, Values | Parcel] = {}
         self._taped: dict[int, _Taped] = {}
         self._before: dict[int, _Before] = {}
         self._notes = [Notes() for _ in script.stages]
@@ -119,17 +122,27 @@ class Replay:
 
     def _act(self, action: Action) -> None:
         match action:
-            case Store(state):
-                self._stored[state] = self._present
+            case Store(state, disk):
+                self._stored[state] = self._shelved(self._present) if disk else self._present
             case Restore(state, last):
-                self._present = self._stored.pop(state) if last else self._stored[state]
+                stored = self._stored.pop(state)
+                self._present = stored.take() if isinstance(stored, Parcel) else stored
+                if not last:
+                    self._stored[state] = self._present
             case Advance(start, stop):
                 for stage in range(start, stop):
                     self._advance(stage)
+                written = self._stored.get(start)
+                if isinstance(written, Parcel):
+                    written.settle()
             case Tape(stage, blind, mode):
                 self._tape(stage, blind, mode)
             case Back(stage):
                 self._back(stage)
+
+    def _shelved(self, values: Values) -> Parcel:
+        assert self._script.directory is not None, "a schedule with a disk needs a directory"
+        return Parcel(values, self._script.directory)
 
     def _advance(self, stage: int) -> None:
         code = self._script.stages[stage]
