@@ -215,8 +215,10 @@ def memory(
 
     shapes = parse_inputs(input or default_input(model))
     with busy(as_json) as status:
-        status.update("measuring the disk ...")
-        speed = measure_disk(disk) if disk is not None else None
+        speed = None
+        if disk is not None:
+            status.update("measuring the disk ...")
+            speed = measure_disk(disk)
         rows = []
         for size in sizes:
             status.update(f"measuring stages with batch {size} ...")

@@ -20,6 +20,7 @@ from manyhands.planning.checkpoints import Table, plain
 from manyhands.planning.revolve import revolve
 from manyhands.runtime.recipes import Recipe, recipe_for
 from manyhands.runtime.replaying import Script, run
+from manyhands.runtime.shelf import Parcel
 from manyhands.runtime.thrift import gradient_of_convolution
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
 
@@ -205,7 +206,55 @@ def test_a_planned_schedule_with_a_disk(tmp_path: Path) -> None:
     trial.require_same(found.actions, tmp_path)
 
 
-def test_a_disk_that_is_full_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
+class Signs(nn.Module):
+    """A state that is the input itself, views of one memory, one seen through a sign, and other types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        above = images > 0.3
+        turned = torch.fft.fft2(images).conj().imag
+        first = self.first(images)
+        both = torch.tanh(first[:, :3]) * turned + torch.tanh(first[:, 3:])
+        return self.last(torch.where(above, both, images)) * images
+
+
+def test_states_of_all_kinds_on_disk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    many = torch.randn(64, 3, 16, 16)
+    trial = Trial(Signs(), many[:2])
+    last = len(trial.chain.stages) - 1
+    actions: list[Action] = []
+    for stage in range(last):
+        actions += [Store(stage, disk=stage > 0), Advance(stage, stage + 1)]
+    for stage in range(last, -1, -1):
+        if stage < last:
+            actions.append(Restore(stage, last=True))
+        actions += [Tape(stage, False), Back(stage)]
+    actions.insert(2 * last, Restore(last - 1, last=False))  # the last one reads what was on disk
+    actions.insert(2 * last + 1, Advance(last - 1, last))
+    trial.require_same(tuple(actions), tmp_path)
+
+
+def test_what_is_held_anyway_is_not_written(tmp_path: Path) -> None:
+    many = torch.randn(64, 8)
+    parcel = Parcel(
+        {"batch": many[:2], "own": torch.ones(3, 4).t(), "n": 7}, tmp_path, {many.untyped_storage()._cdata}
+    )
+    assert parcel.num_bytes == 48
+    values = parcel.take()
+    assert values["batch"].data_ptr() == many.data_ptr() and values["n"] == 7
+    assert values["own"].stride() == (1, 4) and bool((values["own"] == 1).all())
+
+
+def test_a_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="could not be written to .*gone: No such file"):
+        Parcel({"x": torch.ones(2)}, tmp_path / "gone")
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path: Path) -> None:
     torch.manual_seed(0)
     trial = Trial(Odd(), torch.randn(3, 3, 17, 19))
     actions = _one_by_one(trial, 0, blind=False)
@@ -219,7 +268,7 @@ def test_a_disk_that_is_full_is_one_line_and_nothing_is_lost(tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
-    trial.require_same(shelved, tmp_path)
+    trial.require_same(shelved, tmp_path)  # from the beginning
 
 
 class Branches(nn.Module):

@@ -61,17 +61,26 @@ def test_fitting_leaves_the_model_and_the_random_stream_as_they_were(
     assert [id(w) for w in fitted.parameters()] == [id(w) for w in model.parameters()]
 
 
-def test_a_disk_is_measured_and_left_alone_where_there_is_memory(
-    model: nn.Module, images: Tensor, tmp_path: Path
-) -> None:
+def test_a_disk_is_measured_and_left_alone_where_there_is_memory(model: nn.Module, images: Tensor) -> None:
     expected, random = _train(copy.deepcopy(model), images), torch.get_rng_state()
-    fitted = manyhands.fit(model, images, PLENTY, disk=tmp_path)
+    here = Path.cwd()  # tests may have their own directories in memory
+    fitted = manyhands.fit(model, images, PLENTY, disk=here)
     assert torch.equal(random, torch.get_rng_state())
     assert fitted.fit.disk_bytes == 0  # type: ignore[union-attr]
     found = _train(fitted, images)
     assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
     with pytest.raises(manyhands.RequestError, match="elsewhere cannot be used for states: .*No such file"):
-        manyhands.fit(model, images, PLENTY, disk=tmp_path / "elsewhere")
+        manyhands.fit(model, images, PLENTY, disk=here / "elsewhere")
+    with pytest.raises(manyhands.RequestError, match="is in memory itself"):
+        manyhands.fit(model, images, PLENTY, disk="/dev/shm")
+
+
+def test_a_tiny_model_with_plenty_is_not_refused() -> None:
+    """Its tensors are so small that rounding up to slots takes more than all of them."""
+    torch.manual_seed(0)
+    tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
+    for _ in range(4):
+        manyhands.fit(tiny, torch.randn(2, 3, 8, 8), PLENTY)
 
 
 def test_fewer_samples_and_evaluation_are_fine(model: nn.Module, images: Tensor) -> None:

@@ -147,11 +147,13 @@ def replayed(chain: Chain, actions: tuple[Action, ...], disk: Disk | None = None
 
 
 @settings(deadline=None, max_examples=150)
-@given(chains(), st.floats(0.2, 1.0), st.sampled_from((0.5, 4.0, 1e9)), st.sampled_from((0.5, 4.0, 1e9)))
+@given(chains(), st.floats(0.0, 1.0), st.sampled_from((0.5, 4.0, 1e9)), st.sampled_from((0.5, 4.0, 1e9)))
 def test_a_schedule_with_a_disk_is_legal_fits_and_is_never_slower_than_without(
     chain: Chain, part: float, write: float, read: float
 ) -> None:
-    memory, disk = int(part * plain(chain).peak_bytes) + 1, Disk(write, read)
+    most, disk = plain(chain).peak_bytes, Disk(write, read)
+    least = Table(chain, most, slots=most, disk=disk).least_bytes
+    memory = most if least is None else int(least + part * part * (most - least))
     table = Table(chain, memory, slots=memory, disk=disk)
     found, without = table.plan(memory), table.plan(memory, on_disk=False)
     assert without == Table(chain, memory, slots=memory).plan(memory)

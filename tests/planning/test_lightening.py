@@ -9,12 +9,25 @@ import pytest
 from manyhands.api import choose, plan
 from manyhands.ir.cluster import Cluster, local_cluster
 from manyhands.ir.geometry import Tile
-from manyhands.ir.graph import BatchNorm, Graph, Input, Layer, Parameter, Pointwise
+from manyhands.ir.graph import (
+    BatchNorm,
+    Graph,
+    Input,
+    Layer,
+    Mode,
+    Parameter,
+    Pointwise,
+    Pool,
+    Slide,
+    Window,
+)
 from manyhands.ir.parsing import parse_program
 from manyhands.ir.plan import Plan
 from manyhands.ir.portions import portions
 from manyhands.ir.program import Backward, Drop, Keep, Program, Redo, Rerun, Restore, sent_bytes
 from manyhands.planning.checking import Flawed, check
+from manyhands.planning.costs import Costs
+from manyhands.planning.lightening import lightened
 from manyhands.planning.lowering import Lowered, lower
 from manyhands.planning.memory import FIRST_STEP_BYTES, peaks
 from manyhands.planning.simulation import simulate
@@ -189,6 +202,40 @@ def test_programs_in_bands_read_back_and_a_layer_that_sees_all_rows_has_none() -
     assert "redo 2 by 1 in 3: relu two" in text
     assert "rerun 0 in 3: one" in text
     assert "redo 3 by 1: mean flat fc" in text
+
+
+def test_the_largest_band_is_counted_wherever_it_lies() -> None:
+    """Nine rows in eight bands: one of them, in the middle, has two rows, as most of five have."""
+    slide = Slide(64, 64)
+    layers = (
+        Layer("x", Input(0), (), (1, 3, 576, 576), differentiable=False),
+        conv("conv", "x", (1, 64, 576, 576), 3),
+        Layer("pool", Pool(Mode.MAX, Window(slide, slide)), ("conv",), (1, 64, 9, 9)),
+    )
+    graph = Graph(layers, ("pool",))
+    chosen = lowered(graph, 1, "single").plan
+    (whole,) = chosen.segments
+    held = {}
+    for bands in (5, 8, 9):
+        found = lower(graph, replace(chosen, segments=(replace(whole, redo=1, bands=bands),)))
+        held[bands] = peaks(found, bare_bytes=0)["a"]
+    assert abs(held[8] / held[5] - 1) < 0.02
+    assert held[9] < 0.7 * held[8]
+
+
+def test_where_nothing_fits_the_smallest_is_returned() -> None:
+    graph = plain_net()
+    chosen = plan(graph, 1, "single")
+    asked: dict[Plan, float] = {}
+
+    def fill(some: Plan) -> float:
+        asked[some] = float(most(graph, some))
+        return asked[some]
+
+    cluster = local_cluster(1)
+    found = lightened(graph, chosen, Costs(cluster), fill)
+    assert asked[found] == min(asked.values())
+    assert max(segment.bands for segment in found.segments) > 1
 
 
 def test_bands_take_longer_and_hold_less() -> None:

@@ -14,6 +14,7 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, local_cluster
 from manyhands.ir.codec import encode, graph_digest
 from manyhands.ir.plan import Plan
+from manyhands.ir.program import Forward
 from manyhands.measuring import graph_of
 from manyhands.planning.deciding import made_to_fit
 from manyhands.proving import prove_all
@@ -76,7 +77,8 @@ def run(
     light = made_to_fit(graph, plain, cluster)
     if light == plain:
         raise RequestError(f"nothing fits in {part:.0%} of the memory; try a larger batch or part.")
-    foreseen = dict(api.simulate(api.lower(graph, light), cluster).cost.peak_bytes)
+    lowered = api.lower(graph, light)
+    foreseen = dict(api.simulate(lowered, cluster).cost.peak_bytes)
     runs: dict[Plan, list[dict[str, list[Event]]]] = {plain: [first], light: []}
     for round_ in range(ROUNDS):
         for plan in (light, plain) if round_ else (light,):
@@ -96,7 +98,7 @@ def run(
         sum(segment.redo > 0 for segment in light.segments),
         sum(segment.refill for segment in light.segments),
         len(light.segments),
-        max(segment.bands for segment in light.segments),
+        max(step.bands for p in lowered.programs for step in p.steps if isinstance(step, Forward)),
         sent[plain],
         sent[light],
         median(_seconds(run) for run in runs[light]) / median(_seconds(run) for run in runs[plain]),

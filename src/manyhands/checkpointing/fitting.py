@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from manyhands.checkpointing.fitted import Fit, fitted, is_hooked
 from manyhands.checkpointing.measuring import measure, untouched
 from manyhands.consoles import busy
-from manyhands.errors import RequestError
+from manyhands.errors import RequestError, RunError
 from manyhands.ir.schedule import Chain
 from manyhands.loading import parse_bytes
 from manyhands.planning.checkpoints import Checkpoints, Table, plain
@@ -60,7 +60,7 @@ def fit(
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
     _check(model, inputs)
     with busy(not sys.stderr.isatty()) as status:
-        shelf = Path(disk) if disk is not None else None
+        shelf = Path(disk).resolve() if disk is not None else None
         fitting = _Fitting(model, inputs, budget, optimizer, shelf, lambda what: status.update(f"{what} ..."))
         return fitted(model, *fitting.found())
 
@@ -136,18 +136,21 @@ class _Fitting:
 
     def _planned(self, chain: Chain, room: int) -> tuple[Table, float]:
         started = time.perf_counter()
-        most = max(1, min(room, plain(chain).peak_bytes))  # more than all is of no use
-        return Table(chain, most, disk=self.disk), time.perf_counter() - started
+        most = plain(chain).peak_bytes  # more than all is of no use
+        table = Table(chain, max(1, min(room, most)), disk=self.disk)
+        if table.least_bytes is None and room > most:  # but for rounding up to slots
+            table = Table(chain, min(room, 2 * most), disk=self.disk)
+        return table, time.perf_counter() - started
 
     def _best(self, table: Table, rooms: list[int]) -> tuple[Script, Fit]:
         """Of schedules for different room, with a disk and without, the one that was quickest when tried."""
         ways = (True, False) if self.disk else (False,)
         found = [table.plan(room, on_disk=on_disk) for room in rooms for on_disk in ways]
-        tried, refused = [], None
+        tried, refused = [], None  # the first reason
         for schedule in {each.actions: each for each in found if each is not None}.values():
             try:
                 tried.append(self._tried(table, schedule))
-            except RequestError as error:
+            except (RequestError, RunError) as error:
                 refused = refused or error
         if not tried:
             assert refused is not None
@@ -192,7 +195,8 @@ class _Fitting:
 
     def _disk_bytes(self, schedule: Checkpoints) -> int:
         """What a step writes. There has to be room for it."""
-        states = [self._bytes(self.staged.states[state]) for state in schedule.on_disk]
+        given = self.staged.states[0]
+        states = [self._bytes([n for n in self.staged.states[s] if n not in given]) for s in schedule.on_disk]
         if self.shelf is None or not states:
             return 0
         needed, free = sum(states), shutil.disk_usage(self.shelf).free

@@ -58,11 +58,18 @@ def can_be_cut(
     layers: Mapping[str, Layer],
     bands: int,
 ) -> bool:
-    """Does no band need what all rows together do not? A window that lies in padding alone wants any row."""
+    """Does each band need something of every layer, and nothing that all rows together do not?
+
+    A window that lies in padding alone wants any row; a layer of which only other bands read is left out.
+    """
     ends = _ends(names, leaving, layers)
     whole = _regions(names, {name: computed[name] for name in ends}, layers)
     parts = portions(names, leaving, computed, layers, bands=bands)
-    return all(whole[name].covers(tile) for part in parts for name, tile in part.regions.items())
+    return all(
+        whole[name].covers(tile) and (tile.numel or not whole[name].numel)
+        for part in parts
+        for name, tile in part.regions.items()
+    )
 
 
 def _ends(names: tuple[str, ...], leaving: Iterable[str], layers: Mapping[str, Layer]) -> list[str]:

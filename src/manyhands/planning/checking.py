@@ -123,7 +123,8 @@ class _Device:
                 self.missing[layer, segment] = tile.numel
             case Place(layer, segment, tile):
                 self.missing[layer, segment] -= tile.numel
-            case Forward(chunk, names, keep):
+            case Forward(chunk, names, keep, bands):
+                self._require(not keep or bands == 1, step, "what is kept is computed all at once")
                 stale = set().union(*self.owed.values()) & self._weights_of(names)
                 self._require(not stale, step, "some weights are those of the step before")
                 (self.tapes if keep else self.unkept).add(chunk)

@@ -3,7 +3,8 @@
 A part is some stages in a row, entered with its first state at hand, and left with the gradients of that
 state. Either its first stage is taped at once and the rest follows; or the way to a later state is computed
 without keeping anything, the rest follows from there, and then the part before it, from its first state once
-more. That is optimal among the schedules that never drop a stored state before its last use.
+more. That is optimal among the schedules that keep a stored state until its stage is taped; in rare chains
+one that lets it go before, and computes it a second time, is quicker.
 
 O. Beaumont et al., Optimal checkpointing for heterogeneous chains, Inria RR-9302, 2019, has the recursion.
 Here a state is a set of tensors, so that what a checkpoint shares with the one before it is counted once, and
@@ -69,7 +70,7 @@ class Table:
         return floor((memory_bytes - self.chain.noted_bytes) / self.slot_bytes + 1e-9)
 
     def bytes_of(self, slots: int) -> int:
-        return ceil(slots * self.slot_bytes) + self.chain.noted_bytes
+        return ceil(slots * self.slot_bytes - 1e-6) + self.chain.noted_bytes
 
     def plan(self, memory_bytes: int, *, on_disk: bool = True) -> Checkpoints | None:
         """The fastest schedule within so many bytes beyond the first state; None: there is none.
@@ -77,8 +78,12 @@ class Table:
         With states on disk, if there is one and that is faster; not `on_disk`: with none.
         """
         slots = min(self._slots_in(memory_bytes), self.slots)
-        sweep = self.sweep if on_disk else None
-        row = self.parts[0].seconds[-1] if sweep is None else sweep.seconds[0]
+        row: Seconds = self.parts[0].seconds[-1]
+        sweep = self.sweep if on_disk and slots >= 0 else None
+        if sweep is not None and sweep.seconds[0][slots] < row[slots]:
+            row = sweep.seconds[0]
+        else:
+            sweep = None
         if slots < 0 or not np.isfinite(row[slots]):
             return None
         enough = int(np.flatnonzero(row == row[slots])[0])  # more is of no use

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from manyhands.ir.geometry import Tile, samples_at_a_time
-from manyhands.ir.graph import ITEM_BYTES, Constant, Graph, Layer, Statistic
+from manyhands.ir.graph import ITEM_BYTES, Along, Constant, Graph, Layer, Statistic, Whole
 from manyhands.ir.plan import Plan
 from manyhands.ir.portions import ROWS, can_be_cut
 from manyhands.ir.regions import needs
@@ -63,10 +63,17 @@ def is_per_sample(
 
 def num_bands(wanted: int, tiles: dict[str, Tile], layers: Mapping[str, Layer], leaving: list[str]) -> int:
     """In how many bands of rows these layers can be computed: in one, if a layer has to see all rows."""
-    if any(layers[name].statistic or len(tile.spans) != 4 for name, tile in tiles.items()):
+    if any(sees_all_rows(layers[name]) for name in tiles):
         return 1
     bands = min(wanted, *(len(tiles[name].spans[ROWS]) for name in leaving))
     return bands if can_be_cut(tuple(tiles), leaving, tiles, layers, bands) else 1
+
+
+def sees_all_rows(layer: Layer) -> bool:
+    """Can it not be computed for some rows without the others, or has it none?"""
+    if layer.statistic or len(layer.shape) != 4 or isinstance(layer.operation, Whole):
+        return True
+    return isinstance(layer.operation, Along) and ROWS in layer.operation.dimensions
 
 
 def leaving(names: Iterable[str], graph: Graph) -> list[str]:

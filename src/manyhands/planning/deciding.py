@@ -197,14 +197,14 @@ class _Decider:
         """So light that it fits on these devices, the tightest: to look at all takes its time."""
         costs, limits = self.chooser.costs, {d.name: d.memory_bytes for d in self.cluster.devices}
 
-        def fits(plan: Plan) -> bool:
+        def fill(plan: Plan) -> float:
             lowered = lower(self.graph, plan)
-            return all(
-                MARGIN * foreseen_peak(lowered, name, costs, self.kept) <= (limits[name] or inf)
+            return max(
+                MARGIN * foreseen_peak(lowered, name, costs, self.kept) / (limits[name] or inf)
                 for name in devices
             )
 
-        return self.foresee(option.name, lightened(self.graph, option.plan, costs, fits))
+        return self.foresee(option.name, lightened(self.graph, option.plan, costs, fill))
 
     def named(self, name: str) -> Option | Refused:
         """A named strategy on all devices, with the best shares; `single` on the fastest device."""

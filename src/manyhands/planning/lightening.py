@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise, takewhile
+from math import prod
 
 from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Convolve, Deconvolve, Graph, Layer, Linear
 from manyhands.ir.plan import Plan, Segment
+from manyhands.ir.portions import ROWS
+from manyhands.planning.chunks import sees_all_rows
 from manyhands.planning.costs import Costs, tile_bytes
 from manyhands.planning.lowering import Lowered, lower
 from manyhands.planning.memory import layer_bytes
 
-Fits = Callable[[Plan], bool]
+Fill = Callable[[Plan], float]
 EVERY = (4, 3, 2)  # of so many neighbours, one keeps what it was given
 BANDS = (2, 4, 8, 16, 32)
 
 
-def lightened(graph: Graph, plan: Plan, costs: Costs, fits: Fits) -> Plan:
-    """The plan with as little computed a second time as makes it fit, or else the smallest there is.
+def lightened(graph: Graph, plan: Plan, costs: Costs, fill: Fill) -> Plan:
+    """The plan with as little computed a second time as makes it fit, or else the smallest that was found.
 
-    `fits` is asked about a dozen times; it says whether a plan needs no more memory than there is.
+    `fill` says how much memory a plan needs, as a part of what there is; it is asked some dozen times.
     """
-    lightest = plan
-    for lightest in (*_lighter(graph, plan), *_in_bands(graph, plan)):
-        if fits(lightest):
-            return _kept_again(lower(graph, lightest), costs, fits)
-    return lightest
+    found: dict[Plan, float] = {}
+
+    def first_that_fits(plans: Iterable[Plan]) -> Plan | None:
+        for some in plans:
+            if some not in found:
+                found[some] = fill(some)
+            if found[some] <= 1.0:
+                return some
+        return None
+
+    light = first_that_fits(_lighter(graph, plan))
+    if light is None:
+        in_bands = list(_in_bands(graph, plan))
+        most = {place: banded for place, banded in in_bands}  # bands, for each length of the group
+        if first_that_fits(most.values()):  # or else fewer would not fit either
+            light = first_that_fits(banded for _, banded in in_bands)
+    if light is None:
+        return min(found, key=found.__getitem__)
+    return _kept_again(lower(graph, light), costs, fill)
 
 
 def _lighter(graph: Graph, plan: Plan) -> Iterator[Plan]:
@@ -39,13 +56,13 @@ def _lighter(graph: Graph, plan: Plan) -> Iterator[Plan]:
         yield replace(fine, segments=segments)
 
 
-def _kept_again(lowered: Lowered, costs: Costs, fits: Fits) -> Plan:
+def _kept_again(lowered: Lowered, costs: Costs, fill: Fill) -> Plan:
     """Of what is computed a second time for least, as much kept as fits."""
     plan, order = lowered.plan, _by_worth(lowered, costs)
     low, high = 0, len(order)  # of those that are least worth it, how many can be kept
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(_keeping(plan, order[:middle])) else (low, middle - 1)
+        low, high = (middle, high) if fill(_keeping(plan, order[:middle])) <= 1.0 else (low, middle - 1)
     return _keeping(plan, order[:low])
 
 
@@ -111,16 +128,21 @@ def _is_grain(layer: Layer) -> bool:
     return isinstance(layer.operation, Convolve | Deconvolve | Linear)
 
 
-def _in_bands(graph: Graph, plan: Plan) -> Iterator[Plan]:
-    """The first layers as one group in bands of rows, the others computed a second time sample by sample."""
+def _in_bands(graph: Graph, plan: Plan) -> Iterator[tuple[int, Plan]]:
+    """The first layers as one group in bands of rows, the others computed a second time sample by sample.
+
+    In more and more bands, with groups of all lengths that can be cut into so many; with each, its length.
+    """
     layout = plan.segments[0].layout
     if any(cut.axis is Axis.CHANNELS for cut in layout.cuts):
         return
+    devices = prod(cut.count for cut in layout.cuts if cut.axis is Axis.ROWS)
     alike = takewhile(lambda segment: segment.layout == layout, plan.segments)
     places = _places(graph, [name for segment in alike for name in segment.layers])
     for bands in BANDS:
-        for place in places:
-            yield _banded(graph, plan, place, bands)
+        for place, rows in places:
+            if rows // devices >= bands:
+                yield place, _banded(graph, plan, place, bands)
 
 
 def _banded(graph: Graph, plan: Plan, place: int, bands: int) -> Plan:
@@ -135,18 +157,18 @@ def _banded(graph: Graph, plan: Plan, place: int, bands: int) -> Plan:
     return replace(plan, segments=(group, *fine))
 
 
-def _places(graph: Graph, first: list[str]) -> list[int]:
-    """Numbers of layers that can be a group in bands, where less is handed on than after fewer layers."""
+def _places(graph: Graph, first: list[str]) -> list[tuple[int, int]]:
+    """Numbers of layers that can be a group in bands, where less is handed on than after fewer; and rows."""
     layers, readers = graph.by_name(), graph.readers()
-    found: dict[int, int] = {}  # bytes handed on -> layers
-    inside: set[str] = set()
+    order = {layer.name: number for number, layer in enumerate(graph.layers)}
+    last = {name: max((order[reader] for reader in readers[name]), default=len(order)) for name in first}
+    last |= {name: len(order) for name in graph.outputs}
+    found: dict[int, tuple[int, int]] = {}  # by bytes handed on
     for number, name in enumerate(first, 1):
-        layer = layers[name]
-        if layer.statistic or len(layer.shape) != 4:
+        if sees_all_rows(layers[name]):
             break
-        inside.add(name)
-        leaving = [n for n in inside if n in graph.outputs or not set(readers[n]) <= inside]
-        size = sum(layers[n].num_bytes for n in leaving)
+        leaving = [layers[n] for n in first[:number] if last[n] > order[name]]
+        size = sum(layer.num_bytes for layer in leaving)
         if number > 1 and size <= min(found, default=size):
-            found[size] = number
+            found[size] = number, min(layer.shape[ROWS] for layer in leaving)
     return list(found.values())

@@ -53,11 +53,12 @@ class Passes:
             self._walk(step.chunk, step.layers, Tape(keep=False, again=True, portion=portion))
 
     def _portions(self, step: Forward | Rerun | Redo) -> tuple[Portion, ...]:
-        """Of all portions, those that stand for the others: at either edge, and between two."""
+        """Of all portions, those that stand for the others: the first two, and each of another size."""
         samples = step.samples if isinstance(step, Redo) else 0
         exports, computed = self.territory.exports[step.chunk], self.territory.computed
         found = portions(step.layers, exports, computed, self.layers, samples, step.bands)
-        return found if len(found) <= 3 else (*found[:2], found[-1])
+        sizes = [tuple(tile.shape for tile in portion.regions.values()) for portion in found]
+        return tuple(p for n, p in enumerate(found) if n < 2 or sizes[n] not in sizes[:n])
 
     def _walk(self, chunk: int, names: tuple[str, ...], tape: Tape) -> None:
         last = {source: name for name in names for source in (name, *self.layers[name].inputs)}
@@ -156,7 +157,8 @@ class Passes:
             tape.here[source] = self._bring(source, node.layer, tape)
         block, tile = tape.here[source]
         node.reads.append((source, size, tile_bytes(layer, tile)))
-        if need != tile and isinstance(node.layer.operation, Convolve | Deconvolve):
+        convolves = isinstance(node.layer.operation, Convolve | Deconvolve)
+        if convolves and (need != tile or source in tape.gapped):
             node.copied_bytes += size
         return self.ledger.hold(block)
 
@@ -171,7 +173,10 @@ class Passes:
         block = self.ledger.hold(self.values[buffer])
         if tape.again or tape.portion is not None or buffer in self.read_again:
             tape.borrowed.add(block)
-        return block, tape.region(source, tile)
+        region = tape.region(source, tile)
+        if tape.portion is not None and tape.portion.banded and region != tile:
+            tape.gapped.add(source)
+        return block, region
 
     # ---- backward --------------------------------------------------------------------------------------
 
@@ -208,7 +213,7 @@ class Passes:
             self.ledger.free(block)
 
     def _add_some(self, buffer: Buffer) -> None:
-        """What flowed back from some samples is added to the gradient of all."""
+        """What flowed back from one portion is added to the gradient of all."""
         name, segment = buffer
         if segment is None:
             self.own_gradient(name)

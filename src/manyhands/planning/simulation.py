@@ -316,7 +316,7 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
 
 
 def _redo_seconds(step: Redo, lowered: Lowered, device: str, costs: Costs) -> float:
-    """Of computing a chunk a second time and of its backward, some samples at a time."""
+    """Of computing a chunk a second time and of its backward, one portion after another."""
     regions, layers, total = lowered.regions, lowered.graph.by_name(), 0.0
     unread = unread_convolutions(step, layers)
     for name, tile in _computed(step, lowered, device):

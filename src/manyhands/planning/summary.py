@@ -5,7 +5,7 @@ from __future__ import annotations
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Whole
-from manyhands.ir.program import Content, Receive
+from manyhands.ir.program import Content, Forward, Receive
 from manyhands.ir.report import Advice, PlanFacts, SegmentFacts, WholeLayer
 from manyhands.planning.costs import forward_flops, weight_bytes
 from manyhands.planning.explaining import Seconds, bound, segment_seconds
@@ -50,6 +50,8 @@ def _segment(lowered: Lowered, index: int, received_bytes: int, seconds: Seconds
         device: sum(forward_flops(layers[n], lowered.regions.computed[n][device]) for n in names)
         for device in lowered.plan.devices
     }
+    steps = (step for program in lowered.programs for step in program.steps)
+    forwards = (step for step in steps if isinstance(step, Forward))
     once = sum(forward_flops(layers[n], Tile.whole(layers[n].shape)) for n in names)
     total = sum(flops.values()) or 1
     return SegmentFacts(
@@ -64,7 +66,7 @@ def _segment(lowered: Lowered, index: int, received_bytes: int, seconds: Seconds
         seconds=tuple(seconds.items()),
         redo=segment.redo,
         refill=segment.refill,
-        bands=segment.bands,
+        bands=max((step.bands for step in forwards if step.layers[0] in names), default=1),
     )
 
 

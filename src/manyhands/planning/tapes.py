@@ -38,6 +38,7 @@ class Tape:
     leaves: bool = True  # are results left for later steps?
     portion: Portion | None = None  # only this; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
+    gapped: set[str] = field(default_factory=set)  # sources of which a band is read, not in one piece
     borrowed: set[Block] = field(default_factory=set)  # that have to stay as they are
 
     @property

@@ -76,6 +76,7 @@ class Replay:
         self._left = iter(script.actions)
         self._present: Values = {}
         self._stored: dict[int, Values | Parcel] = {}
+        self._held: set[int] = set()  # memory of inputs and weights, which is there anyway
         self._taped: dict[int, _Taped] = {}
         self._before: dict[int, _Before] = {}
         self._notes = [Notes() for _ in script.stages]
@@ -90,10 +91,11 @@ class Replay:
         """Up to the results."""
         self._present = dict(inputs)
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+        weights = [weight for code in self._script.stages for weight in code.weights]
+        self._held = {tensor.untyped_storage()._cdata for tensor in (*tensors, *weights)}
         self._smaller = any(len(t) != self._script.batch for t in tensors if t.dim())
         while self._reached < len(self._script.stages):
             self._act(next(self._left))
-        weights = [weight for code in self._script.stages for weight in code.weights]
         results = [value for value in self._present.values() if isinstance(value, Tensor)]
         self._versions = [(ref(t), t._version) for t in (*tensors, *weights, *results)]
         return self._present
@@ -125,8 +127,7 @@ class Replay:
             case Store(state, disk):
                 self._stored[state] = self._shelved(self._present) if disk else self._present
             case Restore(state, last):
-                stored = self._stored.pop(state)
-                self._present = stored.take() if isinstance(stored, Parcel) else stored
+                self._present = self._fetched(self._stored.pop(state))
                 if not last:
                     self._stored[state] = self._present
             case Advance(start, stop):
@@ -142,7 +143,14 @@ class Replay:
 
     def _shelved(self, values: Values) -> Parcel:
         assert self._script.directory is not None, "a schedule with a disk needs a directory"
-        return Parcel(values, self._script.directory)
+        return Parcel(values, self._script.directory, self._held)
+
+    def _fetched(self, stored: Values | Parcel) -> Values:
+        if not isinstance(stored, Parcel):
+            return stored
+        if self._script.room is not None:
+            self._script.room.make(stored.num_bytes)
+        return stored.take()
 
     def _advance(self, stage: int) -> None:
         code = self._script.stages[stage]
