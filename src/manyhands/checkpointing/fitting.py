@@ -19,7 +19,7 @@ from manyhands.checkpointing.fitted import Fit, fitted, is_hooked
 from manyhands.checkpointing.measuring import measure, untouched
 from manyhands.consoles import busy
 from manyhands.errors import RequestError, RunError
-from manyhands.ir.schedule import Chain
+from manyhands.ir.schedule import Chain, Disk
 from manyhands.loading import parse_bytes
 from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
@@ -93,7 +93,7 @@ class _Fitting:
         tell: Callable[[str], None],
     ) -> None:
         self.tell, self.shelf = tell, shelf
-        self.disk = None if shelf is None else measure_disk(shelf)
+        self.disk = None if shelf is None else self._measured_disk(shelf)
         self.model, self.inputs, self.budget = model, inputs, budget
         self.staged = _staged(model, inputs)
         self.recipes = [recipe_for(code) for code in self.staged.stages]
@@ -133,6 +133,10 @@ class _Fitting:
             planning_s=planning_s,
         )
         return best[0], self.staged, self.inputs, facts
+
+    def _measured_disk(self, shelf: Path) -> Disk:
+        self.tell("measuring the disk")  # a slow card takes its time
+        return measure_disk(shelf)
 
     def _planned(self, chain: Chain, room: int) -> tuple[Table, float]:
         started = time.perf_counter()
