@@ -184,6 +184,14 @@ def test_a_model_with_much_that_is_odd(mode: int, blind: bool) -> None:
     trial.require_same(revolve(len(trial.chain.stages), 1))  # from the beginning each time
 
 
+def test_stages_alike_but_for_whose_gradient_is_wanted() -> None:
+    """Nobody wants that of the images: the first of two equal convolutions needs less backward."""
+    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)))
+    images = torch.randn(4, 8, 16, 16)
+    first, second, third = (stage.modes[0].backward_bytes for stage in Trial(model, images).chain.stages)
+    assert second == third >= first + images.nbytes
+
+
 def test_states_on_disk(tmp_path: Path) -> None:
     """Every state is written, and read back as it was; nothing is left."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 import manyhands
 from manyhands.benches.budgets import Case, run
+from manyhands.checkpointing.fitted import Fit
 from manyhands.emulation.cgroups import why_not
 from manyhands.models import build
 from manyhands.runtime.process import current_memory
+from manyhands.runtime.shelf import measure
 
 PLENTY = "64GB"
 
@@ -73,6 +76,25 @@ def test_a_disk_is_measured_and_left_alone_where_there_is_memory(model: nn.Modul
         manyhands.fit(model, images, PLENTY, disk=here / "elsewhere")
     with pytest.raises(manyhands.RequestError, match="is in memory itself"):
         manyhands.fit(model, images, PLENTY, disk="/dev/shm")
+
+
+def test_a_disk_takes_states_where_that_is_quicker() -> None:
+    """Wide convolutions: a state is written in a part of the time in which it is computed again."""
+    here = Path.cwd()
+    speed = min(astuple(measure(here)))
+    if speed < 100e6:
+        pytest.skip(f"this disk takes {speed / 1e6:.0f} MB/s: states are computed faster than that")
+    torch.manual_seed(0)
+    wide = nn.Sequential(*(nn.Conv2d(192, 192, 3, padding=1) for _ in range(8)))
+    images = torch.randn(16, 192, 24, 24)
+    expected = _train(copy.deepcopy(wide), images, steps=1)
+    free: Fit = manyhands.fit(wide, images, PLENTY).fit  # type: ignore[assignment]
+    budget = free.least_bytes + (free.plain_bytes - free.least_bytes) // 3
+    fitted = manyhands.fit(wide, images, budget, disk=here)
+    facts: Fit = fitted.fit  # type: ignore[assignment]
+    assert facts.disk_bytes >= images.nbytes and facts.schedule.on_disk
+    found = _train(fitted, images, steps=1)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
 
 
 def test_a_tiny_model_with_plenty_is_not_refused() -> None:

@@ -85,18 +85,29 @@ class Row:
         )
 
 
-def random_cases(seed: int) -> Iterator[Case]:
+def headline(only: str | None) -> list[Case]:
+    return [case for case in HEADLINE if _is_meant(case.model, only, [case.model for case in HEADLINE])]
+
+
+def random_cases(seed: int, only: str | None) -> Iterator[Case]:
     """Without end."""
     random = Random(seed)
+    models = [each for each in MODELS if _is_meant(each[0], only, [model for model, *_ in MODELS])]
     while True:
-        name, size, batch = random.choice(MODELS)
+        name, size, batch = random.choice(models)
         size = max(32, int(size * random.uniform(0.5, 1.0)) // 32 * 32)
         yield Case(name, size, random.randint(max(2, batch // 4), batch), random.uniform(-0.1, 1.0))
 
 
-def run_until(count: int, seed: int, jobs: int, tell: Tell) -> tuple[Row, ...]:
+def _is_meant(model: str, only: str | None, models: list[str]) -> bool:
+    if only is not None and only not in models:
+        raise RequestError(f"--only {only}: there are cases of {', '.join(models)}.")
+    return only in (None, model)
+
+
+def run_until(count: int, seed: int, only: str | None, jobs: int, tell: Tell) -> tuple[Row, ...]:
     """Random cases until at least so many were not refused beforehand."""
-    cases, rows = random_cases(seed), list[Row]()
+    cases, rows = random_cases(seed, only), list[Row]()
     while (missing := count - sum(row.verdict != "refused" for row in rows)) > 0:
         rows += run(list(islice(cases, int(missing / RUN) + 1)), jobs, tell)
     return tuple(rows)

@@ -70,6 +70,7 @@ def budgets(
         bool,
         typer.Option("--headline", help="Instead: ResNet-152 at 500x500 in 2 GB, ResNet-50 at 1500x1500."),
     ] = False,
+    only: Annotated[str | None, typer.Option("--only", help="Cases of this model alone.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Cases at a time: one a core.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -82,9 +83,9 @@ def budgets(
             status.update(f"{what} ...")
 
         if headline:
-            rows = module.run(list(module.HEADLINE), jobs or 1, tell)
+            rows = module.run(module.headline(only), jobs or 1, tell)
         else:
-            rows = module.run_until(cases, seed, jobs or len(os.sched_getaffinity(0)), tell)
+            rows = module.run_until(cases, seed, only, jobs or len(os.sched_getaffinity(0)), tell)
     print(json.dumps(module.to_json(rows))) if as_json else show(module.table(rows))
     raise typer.Exit(0 if all(row.within for row in rows) else 1)
 

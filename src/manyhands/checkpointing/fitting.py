@@ -34,6 +34,7 @@ SPARE = 0.01  # of the budget: what a process needs now and then besides
 LOOSE = 1.6  # times the smallest schedule, from which on freed memory is kept
 ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with then
 TIGHT = (1.0,)
+WORTH_WRITING = 1.05  # times quicker than without a disk: cards wear out
 REPEATS = 2
 TRIES = 4
 COPIES = 1.4  # of what a convolution reads and makes, while its backward is computed as a whole
@@ -100,6 +101,7 @@ class _Fitting:
         self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = later_bytes(model, optimizer)
         self.growths: tuple[Growth, ...] = ()
+        self.keep = False  # is there room to keep what is freed?
         self.tight = False  # was there a stage with too little room to compute it as it is written?
         self.needs = [self._least(stage) for stage in range(len(self.staged.stages))]
 
@@ -120,7 +122,7 @@ class _Fitting:
             raise self._too_little(with_spare(base + smallest), base, stage)
         parts: tuple[float, ...] = TIGHT
         if room > LOOSE * least and not self.tight:  # enough to keep what is freed
-            chain = self._measured(chain)
+            self.keep, chain = True, self._measured(chain)
             table, planning_s = self._planned(chain, room)
             parts = ROOM_TO_REUSE
         best = self._best(table, [int(room * part) for part in parts])
@@ -159,7 +161,7 @@ class _Fitting:
         if not tried:
             assert refused is not None
             raise refused
-        return min(tried, key=lambda each: each[1].seconds)
+        return min(tried, key=lambda each: each[1].seconds * (WORTH_WRITING if each[1].disk_bytes else 1.0))
 
     def _measured(self, keeping: Chain | None) -> Chain:
         chain, growths = measure(
@@ -172,8 +174,7 @@ class _Fitting:
             keeping=keeping,
             before=self._refuse_early if keeping is None else self._told,
         )
-        if keeping is not None:
-            self.growths = growths
+        self.growths = growths
         return chain
 
     def _tried(self, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
@@ -219,7 +220,7 @@ class _Fitting:
             self.staged.differentiable,
             schedule.actions,
             self.growths,
-            Room(limit_bytes) if self.growths else None,
+            Room(limit_bytes, keep=self.keep),
             len(self.inputs[0]) if self.inputs[0].dim() else None,
             self.shelf,
         )

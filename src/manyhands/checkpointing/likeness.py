@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Any
 
 from torch import Tensor, fx
@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from manyhands.tracing.stages import StageCode
 
 
-def key_of(code: StageCode, values: dict[str, Any]) -> Hashable:
-    """Equal for stages that compute alike."""
+def key_of(code: StageCode, values: dict[str, Any], differentiable: Container[str]) -> Hashable:
+    """Equal for stages that compute alike, backward too: of images nobody wants the gradient."""
     places = {name: n for n, name in enumerate(code.reads)}
     inner = {call.name: n for n, call in enumerate(code.calls)}
     modules = iter(code.modules)
@@ -28,7 +28,8 @@ def key_of(code: StageCode, values: dict[str, Any]) -> Hashable:
         (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else str(v)
         for v in (values[n] for n in code.reads)
     )
-    return tuple(calls), shapes, tuple(inner[name] for name in code.makes)
+    wanted = tuple(name in differentiable for name in (*code.reads, *code.makes))
+    return tuple(calls), shapes, wanted, tuple(inner[name] for name in code.makes)
 
 
 def _shape(node: fx.Node, code: StageCode) -> str:

@@ -38,10 +38,10 @@ class _Meter:
 
     def measure(self, index: int, values: dict[str, Any], *, tight: bool) -> tuple[Stage, Growth]:
         code = self.staged.stages[index]
-        key = key_of(code, values)
+        key = key_of(code, values, self.staged.differentiable)
         if key not in self.known:
             stage = self._tight_stage(index, values) if tight else self._stage(index, values)
-            growth = self._growth(index, values, len(stage.modes))
+            growth = self._growth(index, values, stage)
             self.known[key] = stage, growth, isinstance(self.recipes[index], AsWritten)
         found, growth, as_written = self.known[key]
         if as_written:
@@ -151,13 +151,17 @@ class _Meter:
                 return max(1, mode)
         return own.modes
 
-    def _growth(self, index: int, values: dict[str, Any], modes: int) -> Growth:
-        """By how much the process grows where freed memory is kept, with none kept before."""
+    def _growth(self, index: int, values: dict[str, Any], stage: Stage) -> Growth:
+        """By how much the process grows, with no freed memory before; none is kept, or all."""
         if self.keeping is None:
-            return Growth(0, (), ())
+            taped_bytes, backward_bytes = (
+                (m.taped_bytes for m in stage.modes),
+                (m.backward_bytes for m in stage.modes),
+            )
+            return Growth(stage.forward_bytes + stage.noted_bytes, tuple(taped_bytes), tuple(backward_bytes))
         forward = _grown(self.replay(index, values)._advance, index)
         taped, backward = [], []
-        for mode in range(modes):
+        for mode in range(len(stage.modes)):
             replay = self.replay(index, values)
             taped.append(_grown(replay._tape, index, False, mode))
             self._give_gradients(index, replay)
@@ -305,8 +309,8 @@ def measure(
 
     `resident`: bytes are those of the process, so that the work space of torch's libraries is among them;
     otherwise of tensors only. `keeping`: a chain so measured, of which only the times are measured anew,
-    with freed memory kept, and by how much the process then grows. `before` is called before each stage, and
-    says whether there is too little room to compute it as it is written.
+    with freed memory kept. With the chain comes by how much the process grows. `before` is called before
+    each stage, and says whether there is too little room to compute it as it is written.
     """
     meter = _Meter(staged, recipes, repeats, resident, keeping, {})
     stages, growths = [], []

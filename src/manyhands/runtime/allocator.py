@@ -35,11 +35,12 @@ class Room:
 
     glibc 2.36 and older hardly use a freed block again for one of the same size that must be aligned, so
     what is kept grows. Before the limit would be passed, it is given back; and where even that would not
-    do, blocks get pages of their own that go back at once.
+    do, blocks get pages of their own that go back at once. Without `keep` they always do, but for those
+    that find a place among what was kept before: glibc looks there first, and keeps them, too.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int, *, keep: bool = True) -> None:
+        self.limit_bytes, self.keep = limit_bytes, keep
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
@@ -47,10 +48,11 @@ class Room:
         os.close(self._statm)
 
     def make(self, growth_bytes: int) -> None:
-        """Before something that lets the process grow by so much if freed memory is kept."""
+        """Before something that lets the process grow by so much."""
         if not self._fits(growth_bytes):
             trim()
-        keep_freed_memory() if self._fits(growth_bytes) else _set(_returning(_THRESHOLD))
+        if self.keep:
+            keep_freed_memory() if self._fits(growth_bytes) else _set(_returning(_THRESHOLD))
 
     def leave(self) -> None:
         """At the end of a step: others find everything given back."""

@@ -18,11 +18,14 @@ def peak_memory() -> int:
 
 def forget_peak() -> bool:
     """From here on, the peak is that of what follows. False: this system does not do that."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return peak_memory() <= current_memory() + _PAGES_LATE
+    for _ in range(3):  # other threads may free memory in between
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return False
+        if peak_memory() <= current_memory() + _PAGES_LATE:
+            return True
+    return False
 
 
 def current_memory() -> int:

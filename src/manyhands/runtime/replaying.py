@@ -29,7 +29,7 @@ from manyhands.runtime.tape import Box, Root, Source
 
 @dataclass(frozen=True)
 class Growth:
-    """By how many bytes a process grows in a stage if freed memory is kept; by mode, taped and backward."""
+    """By how many bytes a process grows in a stage; by mode, taped and backward."""
 
     forward: int
     taped: tuple[int, ...]
