@@ -37,6 +37,7 @@ TIGHT = (1.0,)
 WORTH_WRITING = 1.05  # times quicker than without a disk: cards wear out
 REPEATS = 2
 TRIES = 4
+MORE = 1.02  # times the peak of the step that was tried: before it takes more, freed memory is given back
 COPIES = 1.4  # of what a convolution reads and makes, while its backward is computed as a whole
 
 
@@ -187,7 +188,7 @@ class _Fitting:
             peak += self.state_bytes
             if peak <= self.budget:
                 facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule, disk_bytes)
-                return self._script(schedule, limit), facts
+                return self._script(schedule, min(limit, int(MORE * peak))), facts
             allowed, limit = allowed - (peak - self.budget), limit - (peak - self.budget)
             smaller = table.plan(allowed, on_disk=on_disk)
             if smaller is None:
