@@ -1,4 +1,4 @@
-"""Memory against time: our schedules and torch's own ways, in turns in one process, one thread.
+"""Memory against time: our schedules and torch's own ways, each after a plain step, in one thread.
 
 Memory is the most bytes of tensors at once that a step makes, without weights and their gradients; of code
 that torch.compile made, by how much the process grows at most, since its tensors cannot be followed. Time is
@@ -188,7 +188,7 @@ def _race(name: str, rounds: int, compiled: bool, tell: Tell) -> Result:
     tell(f"{name}: measuring stages")
     track = _Track(name)
     within = track.ours()
-    steps: dict[str, Step] = {"plain": track.plain}
+    steps: dict[str, Step] = {}
     points: dict[str, Point] = {}
 
     def add(who: str, what: str, step: Step, limit: float | None = None, part: float | None = None) -> str:
@@ -222,25 +222,33 @@ def _race(name: str, rounds: int, compiled: bool, tell: Tell) -> Result:
         mine = within(int(part * track.plain_bytes))
         if mine is not None:
             add(OURS, f"{part:.0%}", mine, limit)
-    times = _in_turns(steps, rounds, tell)
-    ratios = {key: median(t / p for t, p in zip(times[key], times["plain"], strict=True)) for key in steps}
+    plain_s, ratios = _in_turns(track.plain, steps, rounds, tell)
     found = tuple(
         replace(point, time=ratios[key], rival=ratios[rivals[key]] if key in rivals else None)
         for key, point in points.items()
     )
-    return Result(name, track.plain_bytes, median(times["plain"]), found)
+    return Result(name, track.plain_bytes, plain_s, found)
 
 
-def _in_turns(steps: dict[str, Step], rounds: int, tell: Tell) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {key: [] for key in steps}
+def _in_turns(plain: Step, steps: dict[str, Step], rounds: int, tell: Tell) -> tuple[float, dict[str, float]]:
+    """Seconds of a plain step, and how many times those of the one just before it each other takes."""
+    ratios: dict[str, list[float]] = {key: [] for key in steps}
+    plains = []
     for number in range(rounds + 1):
-        tell(f"round {number} of {rounds}")
-        for key, step in steps.items():
-            started = time.process_time()
-            step()
+        for count, (key, step) in enumerate(steps.items(), start=1):
+            tell(f"round {number} of {rounds}, step {count} of {len(steps)}")
+            before = _seconds(plain)
+            ratio = _seconds(step) / before
             if number:  # the first one warms up
-                times[key].append(time.process_time() - started)
-    return times
+                plains.append(before)
+                ratios[key].append(ratio)
+    return median(plains), {key: median(found) for key, found in ratios.items()}
+
+
+def _seconds(step: Step) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
 
 
 def to_json(results: tuple[Result, ...]) -> list[dict[str, Any]]:
