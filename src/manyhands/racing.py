@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from manyhands.loading import load_model
 from manyhands.measurements import Part, PlansJob
 from manyhands.measuring import Inputs, graph_of, profile_of, rehearsed_plans, wire_lines
 from manyhands.peers import PEERS, Arena, Step
+from manyhands.planning.explaining import spent_by_kind
 from manyhands.runtime.ranks import Event, Place, launch, say
 from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
@@ -45,13 +46,25 @@ class RaceJob:
     rounds: int
 
 
+@dataclass(frozen=True)
+class Raced:
+    """Seconds of a contestant's steps, of every round those of the slowest device.
+
+    Of our plans also what devices did in a step by their own clocks, on average.
+    """
+
+    seconds: tuple[float, ...]
+    spent_s: dict[str, float]
+
+
 def take_part(job: dict[str, Any], place: Place) -> None:
     """One device's part of a race: in every round all devices begin a step of each contestant at once.
 
     Each makes two, of which the second counts: it has to wait for what the first may have left on its way.
     """
     given = decode(RaceJob, job)
-    contestants = [*_plans(given, place), *_peers(given, place)]
+    workers: dict[str, Worker] = {}
+    contestants = [*_plans(given, place, workers), *_peers(given, place)]
     taken: dict[str, list[float]] = {name: [] for name, *_ in contestants}
     warm_up = WARM_UP if given.peers else 0
     for number in range(warm_up + given.rounds):
@@ -67,9 +80,13 @@ def take_part(job: dict[str, Any], place: Place) -> None:
     for name, seconds in taken.items():
         if seconds:
             say("raced", name=name, seconds=seconds)
+    for name, worker in workers.items():
+        steps = 2 * (warm_up + given.rounds)
+        spent = spent_by_kind(worker.program, [seconds / steps for seconds in worker.spent_s])
+        say("spent", name=name, seconds=spent)
 
 
-def _plans(given: RaceJob, place: Place) -> list[Contestant]:
+def _plans(given: RaceJob, place: Place, workers: dict[str, Worker]) -> list[Contestant]:
     if not given.plans:
         return []
     gloo, example = connect(place), examples(given.inputs, given.batch, torch.float32)
@@ -81,7 +98,7 @@ def _plans(given: RaceJob, place: Place) -> list[Contestant]:
             found.append((name, None, _nothing))
             continue
         part = Part(traced, plan, place.device, job)
-        worker = part.worker(Worker, gloo)
+        worker = workers[name] = part.worker(Worker, gloo)
         found.append((name, partial(worker.step, part.batch()), worker.mail.settle))
     return found
 
@@ -96,8 +113,8 @@ def _peers(given: RaceJob, place: Place) -> list[Contestant]:
     return [(name, PEERS[name].make(arena), _nothing) for name in given.peers]
 
 
-def race(emulation: Emulation, job: RaceJob) -> dict[str, list[float]]:
-    """Seconds of each contestant's steps: of every round, those of the slowest device."""
+def race(emulation: Emulation, job: RaceJob) -> dict[str, Raced]:
+    """Every contestant's steps."""
     try:
         said = launch(
             "race",
@@ -109,14 +126,23 @@ def race(emulation: Emulation, job: RaceJob) -> dict[str, list[float]]:
         )
     except RunError as error:
         raise RunError(emulation.killed() or str(error)) from None
-    return _slowest(event for events in said.values() for event in events if event["event"] == "raced")
+    raced, spent = (_by_name(said, event) for event in ("raced", "spent"))
+    return {
+        name: Raced(tuple(max(column) for column in zip(*each, strict=True)), _mean(spent.get(name, [])))
+        for name, each in raced.items()
+    }
 
 
-def _slowest(events: Sequence[Event] | Any) -> dict[str, list[float]]:
-    rows: dict[str, list[list[float]]] = {}
-    for event in events:
-        rows.setdefault(event["name"], []).append(event["seconds"])
-    return {name: [max(column) for column in zip(*each, strict=True)] for name, each in rows.items()}
+def _by_name(said: Mapping[str, Sequence[Event]], event: str) -> dict[str, list[Any]]:
+    """What each device said of a contestant."""
+    found: dict[str, list[Any]] = {}
+    for each in (each for events in said.values() for each in events if each["event"] == event):
+        found.setdefault(each["name"], []).append(each["seconds"])
+    return found
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else ())}
 
 
 def foreseeable(model: str, inputs: Inputs, batch: int, emulation: Emulation) -> Cluster:

@@ -110,7 +110,9 @@ def test_what_is_kept_cannot_be_redone() -> None:
     found = lowered(two_convs(), 2, "rows")
     first, second = found.programs
     steps = tuple(
-        Redo(s.chunk, ("two",), 0) if s == Backward(1) else s for s in first.steps if s != Drop("one", 1)
+        Redo(s.chunk, ("two",), 0) if s == Backward(1, later=True) else s
+        for s in first.steps
+        if s != Drop("one", 1)
     )
     with pytest.raises(Flawed, match="it was kept"):
         check(replace(found, programs=(Program(first.device, steps), second)))

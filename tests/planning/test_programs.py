@@ -58,9 +58,10 @@ FIRST_DEVICE = """program a
   loss
   drop two>2
   expect gradient one>1[0:1,0:3,3:4,0:4] from b #5 48
-  backward 1
+  backward 1 later
   send gradient one>1[0:1,0:3,4:5,0:4] to b #4 48
   return one>1[0:1,0:3,0:4,0:4]
+  slope 1
   receive gradient one>1[0:1,0:3,3:4,0:4] from b #5 48
   backward 0
   expect slopes bucket>0[] from b #6 288

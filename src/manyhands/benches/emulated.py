@@ -31,12 +31,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """One contestant: seconds of a step as measured (of devices as fast as asked for), and as foreseen."""
+    """One contestant: seconds of a step as measured (of devices as fast as asked for), and as foreseen.
+
+    `spent_s`: of a plan, what its devices did in a step on average, by their own clocks.
+    """
 
     name: str
     seconds: float
     foreseen_s: float | None = None
     layouts: str = ""
+    spent_s: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def spent(self) -> str:
+        return ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in self.spent_s)
 
 
 def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
@@ -93,10 +101,11 @@ def laps(
         took = race(emulation, job)
         factor = emulation.dilation
     found = []
-    for name, seconds in took.items():
+    for name, raced in took.items():
         foreseen, layouts = None, ""
         if name in chosen:
             foreseen = factor * api.simulate(api.lower(graph, chosen[name]), cluster).cost.seconds
             layouts = ", ".join(dict.fromkeys(str(s.layout) for s in chosen[name].segments))
-        found.append(Lap(name, factor * median(seconds), foreseen, layouts))
+        spent = tuple((kind, factor * seconds) for kind, seconds in raced.spent_s.items())
+        found.append(Lap(name, factor * median(raced.seconds), foreseen, layouts, spent))
     return tuple(found)

@@ -139,4 +139,10 @@ def table(cells: tuple[Cell, ...]) -> Table:
             texts.append("" if seconds is None else f"{seconds:.2f}{more}")
         plan = next((lap.layouts for lap in cell.laps if lap.name == "auto"), "")
         table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, "reached" if cell.within else "not reached")
+    table.caption = "\n".join(
+        f"{cell.model} at {cell.mbit:g} Mbit/s, a device of auto on average: {lap.spent}"
+        for cell in cells
+        for lap in cell.laps
+        if lap.spent
+    )
     return table

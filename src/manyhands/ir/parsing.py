@@ -26,6 +26,7 @@ from manyhands.ir.program import (
     Restore,
     Return,
     Send,
+    Slope,
     Square,
     Step,
     Update,
@@ -61,7 +62,10 @@ def parse_step(text: str, device: str) -> Step:
     verb, _, rest = text.partition(" ")
     match verb:
         case "backward":
-            return Backward(int(rest))
+            number, _, later = rest.partition(" ")
+            return Backward(int(number), later == "later")
+        case "slope":
+            return Slope(int(rest))
         case "fold":
             return Fold(int(rest))
         case "measure":

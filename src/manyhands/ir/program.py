@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -113,12 +113,26 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Take the gradients of a chunk's results back to its inputs and weights; its tape is then gone."""
+    """Take the gradients of a chunk's results back to its inputs and weights; its tape is then gone.
+
+    `later`: those of its convolutions' weights are left to a Slope, so that others get theirs sooner.
+    """
+
+    chunk: int
+    later: bool = False
+
+    def __str__(self) -> str:
+        return f"backward {self.chunk}{' later' if self.later else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """The gradients of the weights of a chunk's convolutions, which its Backward has left for later."""
 
     chunk: int
 
     def __str__(self) -> str:
-        return f"backward {self.chunk}"
+        return f"slope {self.chunk}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +276,7 @@ Step = (
     | Restore
     | Forward
     | Backward
+    | Slope
     | Rerun
     | Redo
     | Measure
@@ -321,7 +336,7 @@ def forward_steps(program: Program) -> tuple[Step, ...]:
     def before_loss(step: Step) -> bool:
         if isinstance(step, Send | Expect | Receive):
             return step.message.content in _FORWARD
-        return not isinstance(step, Loss | Backward | Rerun | Restore | Redo | Fold | Square | Update)
+        return not isinstance(step, Loss | Backward | Slope | Rerun | Restore | Redo | Fold | Square | Update)
 
     late = {Receive(message) for message in postponed(program)}
     return tuple(takewhile(before_loss, (step for step in program.steps if step not in late)))
@@ -337,6 +352,12 @@ def gradient_steps(program: Program) -> tuple[Step, ...]:
         return not isinstance(step, Fold | Square | Update)
 
     return tuple(filter(of_one_batch, program.steps))
+
+
+def late_convolutions(names: Iterable[str], layers: Mapping[str, Layer]) -> list[str]:
+    """Those of some layers whose weights' gradients can be left to a Slope."""
+    found = [name for name in names if isinstance(layers[name].operation, Convolve)]
+    return [name for name in found if any(p.trainable for p in layers[name].parameters)]
 
 
 def unread_convolutions(step: Redo, layers: Mapping[str, Layer]) -> set[str]:

@@ -24,6 +24,7 @@ from manyhands.ir.program import (
     Restore,
     Return,
     Send,
+    Slope,
     Square,
     Step,
     Update,
@@ -69,6 +70,6 @@ class Sizes:
                 num_bytes = self.output_bytes
             case Square() | Update():
                 num_bytes = self.owned_bytes
-            case Forward() | Backward() | Rerun() | Redo():
+            case Forward() | Backward() | Slope() | Rerun() | Redo():
                 num_bytes = 0
         return type(step).__name__.lower(), num_bytes

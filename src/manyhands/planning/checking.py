@@ -22,6 +22,7 @@ from manyhands.ir.program import (
     Redo,
     Restore,
     Send,
+    Slope,
     Step,
     Update,
     postponed,
@@ -95,6 +96,7 @@ class _Device:
         self.tapes: set[int] = set()
         self.unkept: set[int] = set()  # computed, and to be computed again
         self.aside: set[tuple[str, int, Tile]] = set()
+        self.left: set[int] = set()  # chunks whose weights' gradients were left for later
         self.folded: set[int] = set()
         self.updated = False
 
@@ -137,9 +139,13 @@ class _Device:
             case Redo(chunk):
                 self._require(chunk in self.unkept, step, "it was kept, not computed, or is done already")
                 self.unkept.discard(chunk)
-            case Backward(chunk):
+            case Backward(chunk, later):
                 self._require(chunk in self.tapes, step, "it was not computed, or is done already")
                 self.tapes.discard(chunk)
+                self.left |= {chunk} if later else set()
+            case Slope(chunk):
+                self._require(chunk in self.left, step, "nothing was left of it, or it is done already")
+                self.left.discard(chunk)
             case Send(message):
                 self._require(message not in letters, step, "it is on its way already")
                 if message.content is Content.WEIGHTS:
@@ -158,9 +164,11 @@ class _Device:
                     self.missing[message.layer, message.segment] -= message.tile.numel
             case Fold(bucket):
                 self._require(bucket not in self.folded, step, "it is done already")
+                self._require(not self.left, step, "some gradients of weights are left")
                 self.folded.add(bucket)
             case Update():
                 self._require(not self.updated, step, "it is done already")
+                self._require(not self.left, step, "some gradients of weights are left")
                 self.updated = True
             case Drop(layer, segment):
                 self._require((layer, segment) in self.alive, step, "it is not there")
@@ -181,7 +189,12 @@ class _Device:
 
     def finish(self) -> None:
         incomplete = [buffer for buffer, count in self.missing.items() if count]
-        for left, what in ((self.alive | self.aside, "values"), (self.expected ^ set(self.late), "messages")):
+        messages = self.expected ^ set(self.late)
+        for left, what in (
+            (self.alive | self.aside, "values"),
+            (messages, "messages"),
+            (self.left, "chunks"),
+        ):
             if left:
                 raise Flawed(f"{self.name} ends with {what} left over: {sorted(map(str, left))[0]}")
         if incomplete:

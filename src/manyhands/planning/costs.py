@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from math import prod
 from statistics import mean
 
@@ -11,6 +12,7 @@ from manyhands.ir.geometry import Shape, Tile
 from manyhands.ir.graph import ITEM_BYTES, Convolve, Deconvolve, Graph, Layer, Linear, Pool, Rearrange, Whole
 from manyhands.ir.profile import AXES, CARRY, POST, Factor, Line, Timing, fractions, kind_of
 
+SLOPE = 0.5  # of a convolution's backward, for its weights: as many operations as for its input
 BACKWARD = 2.0  # backward over forward, where nothing was measured: gradients of inputs and of weights
 STEP_S = 20e-6  # to begin any other step, where nothing was measured
 
@@ -69,6 +71,12 @@ class Costs:
         if key not in self.known:
             self.known[key] = self._layer(device, layer, tile, exchanged)
         return self.known[key]
+
+    def slope(self, device: str, layers: Mapping[str, Layer], name: str, tile: Tile) -> float:
+        """Of the seconds of a convolution's backward, those of its weights' gradients."""
+        _, backward_s = self.layer(device, layers[name], tile)
+        alone = not layers[layers[name].inputs[0]].differentiable
+        return backward_s * (1.0 if alone else SLOPE)
 
     def _layer(self, device: str, layer: Layer, tile: Tile, exchanged: bool) -> tuple[float, float]:
         alone, together = self._kinds(layer)

@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.plan import Cost
-from manyhands.ir.program import Backward, Correct, Forward, Measure, Program, Redo, Rerun, Send, Step
+from manyhands.ir.program import (
+    Backward,
+    Content,
+    Correct,
+    Drop,
+    Expect,
+    Forward,
+    Keep,
+    Measure,
+    Place,
+    Prepare,
+    Program,
+    Receive,
+    Redo,
+    Rerun,
+    Restore,
+    Return,
+    Send,
+    Slope,
+    Step,
+)
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import Timeline, simulate
 
 Seconds = dict[str, float]
+COMPUTING, HANDING_OVER = "computing", "handing over"
+_TILES, _STATISTICS, _WEIGHTS = "waiting for tiles", "waiting for statistics", "waiting for weights"
+WAITING = {
+    Content.VALUE: _TILES,
+    Content.GRADIENT: _TILES,
+    Content.MOMENTS: _STATISTICS,
+    Content.SUMS: _STATISTICS,
+    Content.SQUARES: _STATISTICS,
+    Content.SLOPES: _WEIGHTS,
+    Content.WEIGHTS: _WEIGHTS,
+}
 
 
 def forecast(lowered: Lowered, cluster: Cluster) -> Cost:
@@ -48,12 +80,30 @@ def _segment(lowered: Lowered, step: Step, chunks: dict[int, int]) -> int | None
         case Forward(chunk, layers):
             chunks[chunk] = lowered.regions.segment_of[layers[0]]
             return chunks[chunk]
-        case Backward(chunk) | Rerun(chunk) | Redo(chunk):
+        case Backward(chunk) | Slope(chunk) | Rerun(chunk) | Redo(chunk):
             return chunks[chunk]
         case Measure(layer) | Correct(layer):
             return lowered.regions.segment_of[layer]
         case _:
             return None
+
+
+def spent_by_kind(program: Program, spent_s: Sequence[float]) -> Seconds:
+    """What a device did in a step by its own clock, given the seconds of each step of its program."""
+    found = dict.fromkeys((COMPUTING, HANDING_OVER, *WAITING.values()), 0.0)
+    for step, seconds in zip(program.steps, spent_s, strict=True):
+        found[_kind(step)] += seconds
+    return found
+
+
+def _kind(step: Step) -> str:
+    match step:
+        case Receive(message):
+            return WAITING[message.content]
+        case Send() | Expect() | Place() | Prepare() | Keep() | Restore() | Return() | Drop():
+            return HANDING_OVER
+        case _:
+            return COMPUTING
 
 
 def bound(lowered: Lowered, timeline: Timeline, cluster: Cluster) -> str:

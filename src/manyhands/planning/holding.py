@@ -31,9 +31,11 @@ from manyhands.ir.program import (
     Restore,
     Return,
     Send,
+    Slope,
     Square,
     Step,
     Update,
+    late_convolutions,
     postponed,
 )
 from manyhands.ir.territory import Territory
@@ -45,6 +47,7 @@ from manyhands.planning.ledger import Block, Ledger
 from manyhands.planning.liveness import Buffer
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.passes import Passes
+from manyhands.planning.tapes import Tape
 
 LOSS_COPIES = 4  # of the outputs, while the loss is evaluated and its gradient taken
 
@@ -59,6 +62,7 @@ class Holding(Passes):
         super().__init__(lowered.graph, program, territory, ledger, channels_last=channels_last)
         self.device = device
         self.aside: dict[tuple[str, int, Tile], Block] = {}
+        self.left: dict[int, Tape] = {}  # for a Slope
         self.arriving: dict[int, tuple[Message, Block]] = {}
         self.sending = {patient: deque[Block]() for patient in (False, True)}
         self.in_flight_bytes = lowered.plan.in_flight_bytes
@@ -104,8 +108,11 @@ class Holding(Passes):
                 self._write((layer, segment))
             case Forward():
                 self.forward(step)
-            case Backward(chunk):
-                self.backward(self.tapes.pop(chunk))
+            case Backward(chunk, later):
+                self.left[chunk] = self._tape(chunk, later)
+                self.backward(self.left[chunk])
+            case Slope(chunk):
+                self.slope(self.left.pop(chunk))
             case Rerun():
                 self.rerun(step)
             case Redo():
@@ -150,6 +157,12 @@ class Holding(Passes):
                 self.ledger.touch(int(self.optimiser_copies * self.slopes.largest_bytes))
             case _:
                 pass
+
+    def _tape(self, chunk: int, later: bool) -> Tape:
+        tape = self.tapes.pop(chunk)
+        if later:
+            tape.late = late_convolutions([node.layer.name for node in tape.nodes], self.layers)
+        return tape
 
     def _write(self, buffer: Buffer) -> None:
         """Something is put into a prepared tile: from now on its memory is there."""

@@ -30,9 +30,11 @@ from manyhands.ir.program import (
     Restore,
     Return,
     Send,
+    Slope,
     Square,
     Step,
     Update,
+    late_convolutions,
 )
 from manyhands.ir.territory import Bucket, Territory
 from manyhands.planning.assignment import Assignment, assign, is_source
@@ -269,10 +271,14 @@ class Lowering:
             self.steps[message.target].append(Expect(message))
         for refill in self.refills.before(chunk):
             self._refill(refill)
+        awaited = {device for m in (*sums, *gradients) for device in (m.source, m.target)}
+        left = []
         for device in self.plan.devices:
             active = self.active(chunk, device)
             if self._goes_back(active):
-                self.steps[device].append(self._go_back(chunk, active, device))
+                self.steps[device].append(self._go_back(chunk, active, device, later=device in awaited))
+                if self.steps[device][-1] == Backward(chunk.index, later=True):
+                    left.append(device)
         self._send((*sums, *gradients))
         for name in self._inputs(chunk):
             for device in self.plan.devices:
@@ -280,6 +286,8 @@ class Lowering:
                     own = self.regions.home[name][device] & self.regions.needed[name, chunk.segment][device]
                     if own.numel:
                         self.steps[device].append(Return(name, chunk.segment, own))
+        for device in left:
+            self.steps[device].append(Slope(chunk.index))
         for message in (*sums, *gradients):
             self.steps[message.target].append(Receive(message))
         for layer in norms:
@@ -300,10 +308,10 @@ class Lowering:
             if message.layer in refill.names:
                 self.steps[message.target].append(Restore(message.layer, segment, message.tile))
 
-    def _go_back(self, chunk: Chunk, active: tuple[str, ...], device: str) -> Step:
+    def _go_back(self, chunk: Chunk, active: tuple[str, ...], device: str, *, later: bool) -> Step:
         samples = self.plan.segments[chunk.segment].redo
         if not samples:
-            return Backward(chunk.index)
+            return Backward(chunk.index, later and bool(late_convolutions(active, self.layers)))
         apart = is_per_sample(active, self.layers, self.regions, device)
         return Redo(chunk.index, active, samples if apart else 0, self._bands(chunk, active, device))
 

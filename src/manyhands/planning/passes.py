@@ -233,8 +233,11 @@ class Passes:
         """From gradients of a chunk's results to those of what it read; what it kept is freed."""
         for node in reversed(tape.nodes):
             gradient = flowing.pop(node.layer.name, None)
+            late = gradient is not None and node.layer.name in tape.late
+            if gradient is not None and late:
+                tape.left.append((node, self.ledger.hold(gradient)))
             made = [] if gradient is None else self._flow_back(node, gradient, tape)
-            for block in node.kept:
+            for block in () if late else node.kept:
                 self.ledger.free(block)
             for (source, _, whole), block in made:
                 if block.num_bytes < whole:  # a part of what was at hand: zeros for the rest
@@ -260,13 +263,25 @@ class Passes:
         for_a_moment = [
             self.ledger.new(size) for size in (*needed, *self._workspace(backward_workspace, node))
         ]
-        for parameter, tile in parameter_tiles(layer, self.territory.computed[layer.name]):
-            if parameter.trainable:
-                self.slopes.add(parameter.name, tile)
+        if layer.name not in tape.late:
+            self._add_slopes(layer)
         for block in for_a_moment:
             self.ledger.free(block)
         self.ledger.free(gradient)
         return made
+
+    def _add_slopes(self, layer: Layer) -> None:
+        for parameter, tile in parameter_tiles(layer, self.territory.computed[layer.name]):
+            if parameter.trainable:
+                self.slopes.add(parameter.name, tile)
+
+    def slope(self, tape: Tape) -> None:
+        """Gradients of weights, from what was held for them."""
+        for node, gradient in tape.left:
+            for_a_moment = [self.ledger.new(size) for size in self._workspace(backward_workspace, node)]
+            self._add_slopes(node.layer)
+            for block in (*for_a_moment, *node.kept, gradient):
+                self.ledger.free(block)
 
     def _gapped_bytes(self, node: Node) -> int:
         """Of what a norm reads out of a larger tile, if its statistics are exchanged: it takes a copy."""

@@ -23,7 +23,9 @@ from manyhands.ir.program import (
     Redo,
     Rerun,
     Send,
+    Slope,
     Step,
+    late_convolutions,
     postponed,
     sent_bytes,
     unread_convolutions,
@@ -288,6 +290,7 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
         {bucket.index: bucket for bucket in lowered.buckets if device in dict(bucket.parts)},
     )
     chunks: dict[int, tuple[float, float]] = {}
+    slopes: dict[int, float] = {}  # of the backward, what may be done later
     known: dict[tuple[str, int], float] = {}
 
     def seconds(step: Step) -> float:
@@ -302,9 +305,15 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
                     for n, tile in _computed(step, lowered, device)
                 ]
                 chunks[chunk] = sum(f for f, _ in each), sum(b for _, b in each)
+                slopes[chunk] = sum(
+                    costs.slope(device, layers, name, regions.computed[name][device])
+                    for name in late_convolutions(step.layers, layers)
+                )
                 return own + chunks[chunk][0]
-            case Backward(chunk):
-                return own + chunks[chunk][1]
+            case Backward(chunk, later):
+                return own + chunks[chunk][1] - (slopes[chunk] if later else 0.0)
+            case Slope(chunk):
+                return own + slopes[chunk]
             case Rerun(chunk):
                 return own + chunks[chunk][0]
             case Redo():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from manyhands.ir.geometry import Tile
@@ -39,6 +40,8 @@ class Tape:
     portion: Portion | None = None  # only this; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
     gapped: set[str] = field(default_factory=set)  # sources of which a band is read, not in one piece
+    late: Sequence[str] = ()  # convolutions whose weights' gradients are left for later
+    left: list[tuple[Node, Block]] = field(default_factory=list)  # those, with the gradients of their results
     borrowed: set[Block] = field(default_factory=set)  # that have to stay as they are
 
     @property

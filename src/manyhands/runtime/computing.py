@@ -22,11 +22,20 @@ from manyhands.ir.graph import (
     Statistic,
 )
 from manyhands.ir.portions import Portion, portions
-from manyhands.ir.program import Forward, Program, Redo, Rerun, unread_convolutions, unshared_gradients
+from manyhands.ir.program import (
+    Forward,
+    Program,
+    Redo,
+    Rerun,
+    Slope,
+    unread_convolutions,
+    unshared_gradients,
+)
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.runtime.formats import arranged
 from manyhands.runtime.kernels import Function, Work, compute
+from manyhands.runtime.late import Job, Later
 from manyhands.runtime.norms import normalise
 from manyhands.runtime.parts import part
 from manyhands.runtime.statistics import follow, keep_sums, moments_of
@@ -55,6 +64,7 @@ class Run:
     """
 
     tape: Tape
+    chunk: int
     keep: bool = True
     again: bool = False
     leaves: bool = True  # are results left for later steps?
@@ -97,6 +107,7 @@ class Computing:
         forwards = [step for step in program.steps if isinstance(step, Forward)]
         self.last_uses = {step.chunk: last_uses(step, self.layers) for step in forwards}
         self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
+        self.late = {step.chunk for step in program.steps if isinstance(step, Slope)}
         self.read_again = territory.read_again(program, self.layers)
         self.anchor = torch.zeros((), requires_grad=True)
         self.portions: dict[Forward | Rerun | Redo, tuple[Portion, ...]] = {}
@@ -106,15 +117,15 @@ class Computing:
     def forward(self, step: Forward) -> None:
         with torch.set_grad_enabled(step.keep and torch.is_grad_enabled()):
             for portion in self._portions(step) or (None,):
-                run = Run(Tape(), step.keep, portion=portion)
-                self._run(step.chunk, step.layers, run)
+                run = Run(Tape(), step.chunk, step.keep, portion=portion)
+                self._run(step.layers, run)
         if step.keep:
             self.store.tapes[step.chunk] = run.tape
 
     @torch.no_grad()
     def rerun(self, step: Rerun) -> None:
         for portion in self._portions(step) or (None,):
-            self._run(step.chunk, step.layers, Run(Tape(), keep=False, again=True, portion=portion))
+            self._run(step.layers, Run(Tape(), step.chunk, keep=False, again=True, portion=portion))
 
     def _portions(self, step: Forward | Rerun | Redo) -> tuple[Portion, ...]:
         if step not in self.portions:
@@ -123,8 +134,8 @@ class Computing:
             self.portions[step] = portions(step.layers, exports, computed, self.layers, samples, step.bands)
         return self.portions[step]
 
-    def _run(self, chunk: int, layers: tuple[str, ...], run: Run) -> None:
-        exports = self.territory.exports[chunk]
+    def _run(self, layers: tuple[str, ...], run: Run) -> None:
+        exports = self.territory.exports[run.chunk]
         for name in layers:
             result = self._compute(self.layers[name], run)
             region = run.region(name, self.territory.computed[name])
@@ -138,7 +149,7 @@ class Computing:
                     box = Box()
                     run.tape.roots[name] = Root.apply(result, box), box
             del result
-            for done in self.last_uses[chunk][name]:
+            for done in self.last_uses[run.chunk][name]:
                 run.here.pop(done, None)
 
     def _leave(self, name: str, result: Tensor, tile: Tile) -> None:
@@ -171,9 +182,16 @@ class Computing:
             weights = {role: tensor.to(self.mixed) for role, tensor in weights.items()}
         work = Work(
             layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step,
-            again=run.again, unread=layer.name in run.unread and not mixed,
+            again=run.again, unread=layer.name in run.unread and not mixed, later=self._later(layer, run),
         )  # fmt: skip
         return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
+
+    def _later(self, layer: Layer, run: Run) -> Later | None:
+        """Where the gradients of a convolution's weights are left, if they are."""
+        if run.chunk not in self.late or not run.keep or run.again:
+            return None
+        left = self.store.left[run.chunk]
+        return lambda job: left.append((layer.name, job))
 
     def _read(self, source: str, need: Tile, reader: Layer, run: Run) -> Tensor:
         """A tile of an input: from this chunk, or as a source of its tape, or of the batch or a weight."""
@@ -234,6 +252,13 @@ class Computing:
         tape.backward({name: store.gradients.pop(name) for name in tape.roots if name in store.gradients})
         self._hand_on(chunk, tape)
 
+    def slope(self, chunk: int) -> None:
+        for layer, job in self.store.left.pop(chunk, ()):
+            self._finish(layer, job)
+
+    def _finish(self, layer: str, job: Job) -> None:
+        job()
+
     def _hand_on(self, chunk: int, tape: Tape) -> None:
         """What flowed back into earlier chunks and into statistics."""
         for buffer, box in tape.sources.items():
@@ -258,8 +283,8 @@ class Computing:
         names = [name for name in self.territory.exports[step.chunk] if name in store.gradients]
         gradients = {name: store.gradients.pop(name) for name in names}
         for portion in self._portions(step) or (None,):
-            run = Run(Tape(), again=True, leaves=False, portion=portion, unread=unread)
-            self._run(step.chunk, step.layers, run)
+            run = Run(Tape(), step.chunk, again=True, leaves=False, portion=portion, unread=unread)
+            self._run(step.layers, run)
             run.here.clear()
             if portion is None:
                 run.tape.backward(gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ from manyhands.ir.graph import (
 )
 from manyhands.ir.regions import factor_ranges, fold, group_range, slide_need
 from manyhands.runtime.dropout import mask
+from manyhands.runtime.late import Later, late_conv2d
 from manyhands.runtime.norms import settled
 from manyhands.runtime.parts import part
 from manyhands.runtime.pooling import adaptive_pool, pool
@@ -60,6 +62,7 @@ class Work:
     step: int
     again: bool = False  # for the second time: running statistics have seen this batch
     unread: bool = False  # a convolution of which only backward is wanted
+    later: Later | None = None  # a convolution whose weights' gradients are left there
 
     @property
     def own_function(self) -> Function:
@@ -160,6 +163,8 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
     groups = last - first if operation.groups > 1 else 1
     weight, bias = work.weights["weight"], work.weights.get("bias")
     conv2d = unread_conv2d if work.unread else F.conv2d
+    if work.later is not None:
+        conv2d = partial(late_conv2d, work.later)
     if operation.mode is not Mode.CONSTANT:
         for d, slide in zip((2, 3), slides, strict=True):
             x = _folded(

@@ -15,6 +15,7 @@ from manyhands.ir.profile import LayerSample, StepSample, fractions, kind_of
 from manyhands.ir.program import Backward, Redo, Step
 from manyhands.ir.sizes import Sizes
 from manyhands.runtime.computing import Batch, Run
+from manyhands.runtime.late import Job
 from manyhands.runtime.transport import Pending
 from manyhands.runtime.worker import Worker
 
@@ -101,6 +102,13 @@ class Rehearsal(Worker):
             result.grad_fn.register_prehook(self._marker(layer.name))
         self.in_layers_s += seconds
         return result
+
+    def _finish(self, layer: str, job: Job) -> None:
+        start = self.clock()
+        super()._finish(layer, job)
+        seconds = self.clock() - start
+        self.round.backward[layer] = self.round.backward.get(layer, 0.0) + seconds
+        self.in_layers_s += seconds
 
     def _marker(self, layer: str) -> Callable[..., Any]:
         """A hook that notes when the gradient of a layer's result is ready."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph
 from manyhands.ir.territory import Territory
+from manyhands.runtime.late import Job
 from manyhands.runtime.norms import Moments
 from manyhands.runtime.tape import Tape
 
@@ -32,6 +33,7 @@ class Store:
         self.read_gradients: dict[tuple[str, int], Tensor] = {}  # of tiles put together
         self.own_reads: set[tuple[str, int]] = set()  # those of them that nobody else holds
         self.tapes: dict[int, Tape] = {}
+        self.left: defaultdict[int, list[tuple[str, Job]]] = defaultdict(list)  # by chunk: for a Slope
         self.parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of statistics, by device
         self.sums: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of a norm's backward, by device
         self.moments: dict[str, Moments] = {}

@@ -32,6 +32,7 @@ from manyhands.ir.program import (
     Restore,
     Return,
     Send,
+    Slope,
     Square,
     Step,
     Update,
@@ -131,6 +132,8 @@ class Worker(Computing):
                 self.forward(step)
             case Backward(chunk):
                 self.backward(chunk)
+            case Slope(chunk):
+                self.slope(chunk)
             case Rerun():
                 self.rerun(step)
             case Redo():
