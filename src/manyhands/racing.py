@@ -66,6 +66,7 @@ def take_part(job: dict[str, Any], place: Place) -> None:
     workers: dict[str, Worker] = {}
     contestants = [*_plans(given, place, workers), *_peers(given, place)]
     taken: dict[str, list[float]] = {name: [] for name, *_ in contestants}
+    spent = {name: [0.0] * len(worker.program.steps) for name, worker in workers.items()}
     warm_up = WARM_UP if given.peers else 0
     for number in range(warm_up + given.rounds):
         for name, step, settle in contestants:
@@ -73,17 +74,22 @@ def take_part(job: dict[str, Any], place: Place) -> None:
                 dist.barrier()
                 start = time.perf_counter()
                 if step is not None:
+                    before = list(workers[name].spent_s) if name in workers else []
                     step()
                     if number >= warm_up and again:
                         taken[name].append(time.perf_counter() - start)
+                        spent[name] = _added(spent[name], workers[name].spent_s, before) if before else []
             settle()
     for name, seconds in taken.items():
         if seconds:
             say("raced", name=name, seconds=seconds)
     for name, worker in workers.items():
-        steps = 2 * (warm_up + given.rounds)
-        spent = spent_by_kind(worker.program, [seconds / steps for seconds in worker.spent_s])
-        say("spent", name=name, seconds=spent)
+        each = [seconds / given.rounds for seconds in spent[name]]
+        say("spent", name=name, seconds=spent_by_kind(worker.program, each))
+
+
+def _added(total: list[float], now: list[float], before: list[float]) -> list[float]:
+    return [t + n - b for t, n, b in zip(total, now, before, strict=True)]
 
 
 def _plans(given: RaceJob, place: Place, workers: dict[str, Worker]) -> list[Contestant]:

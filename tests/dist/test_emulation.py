@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -117,7 +118,8 @@ def cluster_file(folder: Path, memory: str = "2GB") -> Path:
 
 def emulate(path: Path, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "manyhands.cli", "emulate", str(path), *options, "--", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in the background
     return subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 

@@ -37,7 +37,7 @@ TIGHT = (1.0,)
 WORTH_WRITING = 1.05  # times quicker than without a disk: cards wear out
 REPEATS = 2
 TRIES = 4
-MORE = 1.02  # times the peak of the step that was tried: before it takes more, freed memory is given back
+MORE = 0.02  # of the peak of the step that was tried: before one takes more, freed memory is given back
 COPIES = 1.4  # of what a convolution reads and makes, while its backward is computed as a whole
 
 
@@ -56,7 +56,7 @@ def fit(
     model are computed again in backward: gradients, buffers and random numbers are those of torch, bit for
     bit. A step is tried out on this device. The optimiser tells how much its state will take; without one,
     as much as SGD with momentum. What was found is in the module's `fit`. `disk`: a directory to which
-    states may be written instead of being computed again, where that is faster on this device.
+    states may be written instead of being computed again, where that is clearly faster on this device.
     """
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     budget = parse_bytes(memory) if isinstance(memory, str) else memory
@@ -184,11 +184,14 @@ class _Fitting:
         on_disk = bool(schedule.on_disk)
         for _ in range(TRIES):
             disk_bytes = self._disk_bytes(schedule)
+            return_freed_memory()
+            before = current_memory()
             seconds, peak = self._step(self._script(schedule, limit - self.state_bytes))
+            step_bytes = peak - before
             peak += self.state_bytes
             if peak <= self.budget:
                 facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule, disk_bytes)
-                return self._script(schedule, min(limit, int(MORE * peak))), facts
+                return self._script(schedule, limit, step_bytes + int(MORE * peak)), facts
             allowed, limit = allowed - (peak - self.budget), limit - (peak - self.budget)
             smaller = table.plan(allowed, on_disk=on_disk)
             if smaller is None:
@@ -213,7 +216,7 @@ class _Fitting:
             )
         return needed
 
-    def _script(self, schedule: Checkpoints, limit_bytes: int) -> Script:
+    def _script(self, schedule: Checkpoints, limit_bytes: int, step_bytes: int | None = None) -> Script:
         return Script(
             self.staged.stages,
             self.recipes,
@@ -221,7 +224,7 @@ class _Fitting:
             self.staged.differentiable,
             schedule.actions,
             self.growths,
-            Room(limit_bytes, keep=self.keep),
+            Room(limit_bytes, keep=self.keep, step_bytes=step_bytes),
             len(self.inputs[0]) if self.inputs[0].dim() else None,
             self.shelf,
         )

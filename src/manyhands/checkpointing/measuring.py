@@ -154,11 +154,11 @@ class _Meter:
     def _growth(self, index: int, values: dict[str, Any], stage: Stage) -> Growth:
         """By how much the process grows, with no freed memory before; none is kept, or all."""
         if self.keeping is None:
-            taped_bytes, backward_bytes = (
-                (m.taped_bytes for m in stage.modes),
-                (m.backward_bytes for m in stage.modes),
-            )
-            return Growth(stage.forward_bytes + stage.noted_bytes, tuple(taped_bytes), tuple(backward_bytes))
+            weights = {w for w in self.staged.stages[index].weights if w.requires_grad}
+            slopes = sum(weight.nbytes for weight in weights)  # which planning counts apart
+            taped_bytes = tuple(mode.taped_bytes for mode in stage.modes)
+            backward_bytes = tuple(mode.backward_bytes + slopes for mode in stage.modes)
+            return Growth(stage.forward_bytes + stage.noted_bytes, taped_bytes, backward_bytes)
         forward = _grown(self.replay(index, values)._advance, index)
         taped, backward = [], []
         for mode in range(len(stage.modes)):

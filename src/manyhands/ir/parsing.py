@@ -62,8 +62,7 @@ def parse_step(text: str, device: str) -> Step:
     verb, _, rest = text.partition(" ")
     match verb:
         case "backward":
-            number, _, later = rest.partition(" ")
-            return Backward(int(number), later == "later")
+            return Backward(int(rest.removesuffix(" later")), rest.endswith(" later"))
         case "slope":
             return Slope(int(rest))
         case "fold":

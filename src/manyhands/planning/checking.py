@@ -150,6 +150,8 @@ class _Device:
                 self._require(message not in letters, step, "it is on its way already")
                 if message.content is Content.WEIGHTS:
                     self._require(self.updated, step, "the weights are those of the step before")
+                if message.content is Content.SLOPES:
+                    self._require(not self.left, step, "some gradients of weights are left")
                 letters.add(message)
             case Expect(message):
                 self.expected.add(message.tag)
@@ -189,12 +191,7 @@ class _Device:
 
     def finish(self) -> None:
         incomplete = [buffer for buffer, count in self.missing.items() if count]
-        messages = self.expected ^ set(self.late)
-        for left, what in (
-            (self.alive | self.aside, "values"),
-            (messages, "messages"),
-            (self.left, "chunks"),
-        ):
+        for left, what in ((self.alive | self.aside, "values"), (self.expected ^ set(self.late), "messages")):
             if left:
                 raise Flawed(f"{self.name} ends with {what} left over: {sorted(map(str, left))[0]}")
         if incomplete:

@@ -109,8 +109,7 @@ class Holding(Passes):
             case Forward():
                 self.forward(step)
             case Backward(chunk, later):
-                self.left[chunk] = self._tape(chunk, later)
-                self.backward(self.left[chunk])
+                self.backward(self._tape(chunk, later))
             case Slope(chunk):
                 self.slope(self.left.pop(chunk))
             case Rerun():
@@ -162,6 +161,7 @@ class Holding(Passes):
         tape = self.tapes.pop(chunk)
         if later:
             tape.late = late_convolutions([node.layer.name for node in tape.nodes], self.layers)
+            self.left[chunk] = tape
         return tape
 
     def _write(self, buffer: Buffer) -> None:

@@ -257,18 +257,20 @@ class Passes:
             for read, passed in zip(node.reads, passes, strict=False)
             if self.layers[read[0]].differentiable
         ]
-        convolves = isinstance(layer.operation, Convolve | Deconvolve)
-        in_part = convolves and not tape.of_samples and gradient.num_bytes > node.result_bytes
-        needed = (node.copied_bytes, node.result_bytes if in_part else 0, self._gapped_bytes(node))
-        for_a_moment = [
-            self.ledger.new(size) for size in (*needed, *self._workspace(backward_workspace, node))
-        ]
+        for_a_moment = [self.ledger.new(size) for size in self._needed(node, gradient, tape)]
         if layer.name not in tape.late:
             self._add_slopes(layer)
         for block in for_a_moment:
             self.ledger.free(block)
         self.ledger.free(gradient)
         return made
+
+    def _needed(self, node: Node, gradient: Block, tape: Tape) -> tuple[int, ...]:
+        """Copies and work space while a layer goes back."""
+        convolves = isinstance(node.layer.operation, Convolve | Deconvolve)
+        in_part = convolves and not tape.of_samples and gradient.num_bytes > node.result_bytes
+        copies = (node.copied_bytes, node.result_bytes if in_part else 0, self._gapped_bytes(node))
+        return *copies, *self._workspace(backward_workspace, node)
 
     def _add_slopes(self, layer: Layer) -> None:
         for parameter, tile in parameter_tiles(layer, self.territory.computed[layer.name]):
@@ -278,7 +280,7 @@ class Passes:
     def slope(self, tape: Tape) -> None:
         """Gradients of weights, from what was held for them."""
         for node, gradient in tape.left:
-            for_a_moment = [self.ledger.new(size) for size in self._workspace(backward_workspace, node)]
+            for_a_moment = [self.ledger.new(size) for size in self._needed(node, gradient, tape)]
             self._add_slopes(node.layer)
             for block in (*for_a_moment, *node.kept, gradient):
                 self.ledger.free(block)

@@ -39,13 +39,20 @@ class Room:
     that find a place among what was kept before: glibc looks there first, and keeps them, too.
     """
 
-    def __init__(self, limit_bytes: int, *, keep: bool = True) -> None:
-        self.limit_bytes, self.keep = limit_bytes, keep
+    def __init__(self, limit_bytes: int, *, keep: bool = True, step_bytes: int | None = None) -> None:
+        """`step_bytes`: by how much the process may grow in a step, if the limit allows; None: up to it."""
+        self.limit_bytes, self.keep, self.step_bytes = limit_bytes, keep, step_bytes
+        self._most_bytes = limit_bytes  # in this step
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def __del__(self) -> None:
         os.close(self._statm)
+
+    def enter(self) -> None:
+        """At the beginning of a step."""
+        if self.step_bytes is not None:
+            self._most_bytes = min(self.limit_bytes, self._resident_bytes() + self.step_bytes)
 
     def make(self, growth_bytes: int) -> None:
         """Before something that lets the process grow by so much."""
@@ -59,8 +66,10 @@ class Room:
         return_freed_memory()
 
     def _fits(self, growth_bytes: int) -> bool:
-        pages = int(os.pread(self._statm, 64, 0).split()[1])
-        return pages * self._page_bytes + growth_bytes <= self.limit_bytes
+        return self._resident_bytes() + growth_bytes <= self._most_bytes
+
+    def _resident_bytes(self) -> int:
+        return int(os.pread(self._statm, 64, 0).split()[1]) * self._page_bytes
 
 
 def _libc(name: str) -> Any:

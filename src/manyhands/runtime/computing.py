@@ -253,8 +253,10 @@ class Computing:
         self._hand_on(chunk, tape)
 
     def slope(self, chunk: int) -> None:
-        for layer, job in self.store.left.pop(chunk, ()):
-            self._finish(layer, job)
+        """What backward left for later."""
+        left = self.store.left.pop(chunk, [])
+        while left:  # what a job holds is free before the next begins
+            self._finish(*left.pop(0))
 
     def _finish(self, layer: str, job: Job) -> None:
         job()

@@ -43,6 +43,7 @@ class _Late(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,), (x, weight, bias) = gradients, ctx.saved_tensors
+        x = x.detach()  # the job must not hold the graph, which holds who keeps the job
         stride, padding, dilation, groups = ctx.window
         where = None if bias is None else [len(bias)], stride, padding, dilation, False, [0, 0], groups
         of_x, *of_weights = ctx.needs_input_grad[:3]

@@ -89,6 +89,8 @@ class Replay:
 
     def forward(self, inputs: Values) -> Values:
         """Up to the results."""
+        if self._script.room is not None:
+            self._script.room.enter()
         self._present = dict(inputs)
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
         weights = [weight for code in self._script.stages for weight in code.weights]
