@@ -71,14 +71,15 @@ def take_part(job: dict[str, Any], place: Place) -> None:
     for number in range(warm_up + given.rounds):
         for name, step, settle in contestants:
             for again in (False, True):
+                before = list(workers[name].spent_s) if name in workers else []
                 dist.barrier()
                 start = time.perf_counter()
                 if step is not None:
-                    before = list(workers[name].spent_s) if name in workers else []
                     step()
                     if number >= warm_up and again:
                         taken[name].append(time.perf_counter() - start)
-                        spent[name] = _added(spent[name], workers[name].spent_s, before) if before else []
+                        if before:
+                            spent[name] = _added(spent[name], workers[name].spent_s, before)
             settle()
     for name, seconds in taken.items():
         if seconds:

@@ -22,6 +22,7 @@ from manyhands.ir.program import (
     sent_bytes,
 )
 from manyhands.planning.checking import Flawed, check
+from manyhands.planning.explaining import spent_by_kind
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import Deadlock, simulate
 from tests.planning.plans import lowered, small_net, two_convs
@@ -173,3 +174,11 @@ def test_nothing_travels_that_was_computed_here() -> None:
     messages = [step.message for p in found.programs for step in p.steps if isinstance(step, Send)]
     sends = [message.layer for message in messages if message.content is Content.VALUE]
     assert sends == ["two", "two"]
+
+
+def test_what_a_step_is_spent_on_adds_up() -> None:
+    program = lowered(two_convs(), 2, "rows").programs[0]
+    spent = spent_by_kind(program, [1.0] * len(program.steps))
+    assert sum(spent.values()) == len(program.steps)
+    assert spent["waiting for tiles"] == 3 and spent["waiting for weights"] == 2
+    assert spent["computing"] == 8  # forward and backward twice, slope, loss, fold, update
