@@ -2,9 +2,12 @@
 
 from manyhands.benches.footprint import WORST, WORST_UNDER, Case, run
 
-CASE = Case("resnet18", 96, 4, "rows; layer3.0.conv1 = channels", 2)
+CASES = (
+    Case("resnet18", 96, 4, "rows; layer3.0.conv1 = channels", 2),
+    Case("resnet18", 96, 8, "channels", 2, packed=True),
+)
 
 
 def test_peak_memory_is_as_foreseen() -> None:
-    wrong = [row for row in run((CASE,)) if not -WORST_UNDER <= row.error <= WORST]
+    wrong = [row for row in run(CASES) if not -WORST_UNDER <= row.error <= WORST]
     assert not wrong

@@ -57,7 +57,7 @@ def prove_on_two_three_and_four(cases: tuple[tuple[str, str], ...]) -> None:
             request = Request.read(
                 model, size, 4, None, num_devices, strategy, None, None, precision="float64"
             )
-            plan = replace(request.plan(), in_flight_bytes=IN_FLIGHT[num_devices])
+            plan = replace(request.plan(), in_flight_bytes=IN_FLIGHT[num_devices], packed=bool(index % 2))
             pairs.append((request, plan))
     differences = prove_all(pairs, steps=3)
     wrong = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from manyhands.planning import lowering, weights
+from manyhands.planning import lowering, packing, weights
 from tests.loopback.trials import compare_case, draw, miscounted, rounding_explains
 
 EXCUSED = "not exact, by rounding that plain PyTorch shows here too"
@@ -16,10 +16,11 @@ SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST = 60, 8, 38
 
 
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that even small networks have several, and steps leave weights on their way."""
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small networks have several buckets, steps leave weights on their way, and tiles are packed."""
     monkeypatch.setattr(weights, "BUCKET_BYTES", 256)
     monkeypatch.setattr(lowering, "LEAST_IN_FLIGHT", 0)
+    monkeypatch.setattr(packing, "LEAST_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)

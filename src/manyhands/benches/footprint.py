@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -27,6 +27,7 @@ class Case:
     strategy: str
     devices: int
     thrifty: bool = True
+    packed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -34,7 +35,9 @@ class Case:
 
     def __str__(self) -> str:
         freed = "freed at once" if self.thrifty else "allocator's defaults"
-        return f"{self.model} at {self.size}, batch {self.batch}, {self.strategy} on {self.devices}, {freed}"
+        zeros = ", zeros left out" if self.packed else ""
+        way = f"{self.strategy} on {self.devices}{zeros}"
+        return f"{self.model} at {self.size}, batch {self.batch}, {way}, {freed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,15 @@ _WAYS = (
     (6, "batch", 3),
     (4, "rows", 3),
 )
-CASES = tuple(
-    Case(model, size, batch, strategy, devices, thrifty)
-    for thrifty in (True, False)
-    for batch, strategy, devices in _WAYS
-    for model, size in _MODELS
+_RECTIFIED = ("resnet18", "mobilenetv2", "vgg11-bn", "unet")
+CASES = (
+    *(
+        Case(model, size, batch, strategy, devices, thrifty)
+        for thrifty in (True, False)
+        for batch, strategy, devices in _WAYS
+        for model, size in _MODELS
+    ),
+    *(Case(model, size, 4, "channels", 2, packed=True) for model, size in _MODELS if model in _RECTIFIED),
 )
 
 
@@ -110,7 +117,7 @@ def _bare_bytes() -> int:
 
 def _lower(case: Case) -> Lowered:
     graph = graph_of(case.model, (case.shape,), case.batch)
-    return api.lower(graph, api.plan(graph, case.devices, case.strategy))
+    return api.lower(graph, replace(api.plan(graph, case.devices, case.strategy), packed=case.packed))
 
 
 def _measure(case: Case, lowered: Lowered) -> dict[str, dict[str, Any]]:

@@ -145,6 +145,7 @@ class Pointwise:
     """Each element from the elements at its own place in every input, with broadcasting."""
 
     inplace: bool = False
+    rectifies: bool = False  # its result is 0, and stops the gradient, where its input is not above 0
 
 
 @dataclass(frozen=True, slots=True)

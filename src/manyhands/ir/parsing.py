@@ -32,7 +32,9 @@ from manyhands.ir.program import (
     Update,
 )
 
-_MESSAGE = re.compile(r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\] (to|from) (\S+) #(\d+) (\d+)")
+_MESSAGE = re.compile(
+    r"(send|expect|receive) (\w+) (\S+)>(\d+)\[(.*?)\]( packed)? (to|from) (\S+) #(\d+) (\d+)"
+)
 _TILED = re.compile(r"(prepare|place|keep|restore|return) (\S+)>(\d+)\[(.*?)\]")
 
 _COMPUTED = re.compile(r"(forward|rerun|redo) (\d+)( unkept)?(?: by (\d+))?(?: in (\d+))?: (.*)")
@@ -49,10 +51,10 @@ _TILED_STEPS: dict[str, type[Prepare | Place | Keep | Restore | Return]] = {
 def parse_step(text: str, device: str) -> Step:
     """The step of its text form, as one of `device`'s."""
     if match := _MESSAGE.fullmatch(text):
-        verb, content, layer, segment, tile, way, other, tag, size = match.groups()
+        verb, content, layer, segment, tile, packed, way, other, tag, size = match.groups()
         source, target = (device, other) if way == "to" else (other, device)
         where = (Content(content), layer, int(segment), Tile.parse(tile))
-        message = Message(*where, source, target, int(tag), int(size))
+        message = Message(*where, source, target, int(tag), int(size), bool(packed))
         return Send(message) if verb == "send" else Expect(message) if verb == "expect" else Receive(message)
     if match := _TILED.fullmatch(text):
         verb, layer, segment, tile = match.groups()

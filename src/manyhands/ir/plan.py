@@ -51,6 +51,7 @@ class Plan:
 
     `in_flight_bytes` may be on their way out of a device while it goes on computing; they are held in memory.
     With more than the least, a step may end while new weights are on their way: the next one waits for them.
+    `packed`: of rectified layers only what is not zero travels.
     """
 
     graph: str
@@ -58,6 +59,7 @@ class Plan:
     devices: tuple[str, ...]
     segments: tuple[Segment, ...]
     in_flight_bytes: int = LEAST_IN_FLIGHT
+    packed: bool = False
 
     @property
     def exact(self) -> bool:

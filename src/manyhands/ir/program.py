@@ -24,6 +24,9 @@ class Content(Enum):
     SQUARES = "squares"  # of the gradients that a device owns, for clipping by the norm of all
 
 
+NOT_ZERO = 0.55  # of what rectified layers make, about
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """A tile on its way, for the sake of the segment that reads it (or read it, for gradients).
@@ -39,9 +42,18 @@ class Message:
     target: str
     tag: int
     num_bytes: int
+    packed: bool = False  # without zeros, and without gradients of those
 
     def __str__(self) -> str:
-        return f"{self.content.value} {self.layer}>{self.segment}[{self.tile}]"
+        return f"{self.content.value} {self.layer}>{self.segment}[{self.tile}]{' packed' * self.packed}"
+
+    @property
+    def expected_bytes(self) -> int:
+        """What travels. How many zeros there are is known in the end only."""
+        if not self.packed:
+            return self.num_bytes
+        bits = self.tile.numel // 8 if self.content is Content.VALUE else 0
+        return int(NOT_ZERO * self.num_bytes) + bits
 
     @property
     def patient(self) -> bool:
@@ -307,8 +319,8 @@ class Program:
 
 
 def sent_bytes(program: Program) -> int:
-    """Bytes this device hands to the network in one step."""
-    return sum(step.message.num_bytes for step in program.steps if isinstance(step, Send))
+    """Bytes this device hands to the network in one step; of packed messages, as many as are expected."""
+    return sum(step.message.expected_bytes for step in program.steps if isinstance(step, Send))
 
 
 def postponed(program: Program) -> tuple[Message, ...]:

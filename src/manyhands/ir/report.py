@@ -45,6 +45,7 @@ class PlanFacts:
     summed_bytes: int  # weights that several devices hold: their gradients are added up every step
     weight_bytes: tuple[tuple[str, int], ...]  # held by each device
     forecast: Cost
+    packed: bool = False  # does only what is not zero travel of rectified layers?
     measured: bool = False  # are the speeds behind the forecast measured, or nominal
     limits: tuple[tuple[str, int | None], ...] = ()  # memory of each device
     bound: str = ""  # what the step waits for most

@@ -14,6 +14,7 @@ from manyhands.ir.profile import AXES, CARRY, POST, Factor, Line, Timing, fracti
 
 SLOPE = 0.5  # of a convolution's backward, for its weights: as many operations as for its input
 BACKWARD = 2.0  # backward over forward, where nothing was measured: gradients of inputs and of weights
+PACK_FLOPS = 100.0  # an element: packing takes as long as these, about (it is not profiled)
 STEP_S = 20e-6  # to begin any other step, where nothing was measured
 
 
@@ -116,6 +117,10 @@ class Costs:
         """How much longer or shorter than measured it takes among others: the mean over these axes."""
         found = [stretch for axis, stretch in self.stretches[device].items() if axis in axes]
         return mean(found) if found else 1.0
+
+    def pack(self, device: str, numel: int) -> float:
+        """Seconds of leaving the zeros of a tile out, or putting them in again."""
+        return PACK_FLOPS * numel / self.devices[device].flops_per_s
 
     def begin(self, device: str) -> float:
         """Seconds before the first step."""

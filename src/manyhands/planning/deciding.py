@@ -9,6 +9,7 @@ import numpy as np
 
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
+from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Axis, Layout
 from manyhands.ir.graph import ITEM_BYTES, Graph
 from manyhands.ir.plan import Cost, Kept, Plan
@@ -90,13 +91,15 @@ def decide(
     have more on its way than the least. `known` plans are foreseen too: with that of a cluster that differs
     from this one by being slower in something, the forecast is not worse than there.
     """
-    decider = _Decider(graph, cluster, kept)
+    decider, digest = _Decider(graph, cluster, kept), graph_digest(graph)
     searches = decider.chooser.searches(required)
     found = [option for layouts in searches for option in decider.searched(layouts)]
     if room and decider.chooser.few:
         roomy = [option for layouts in searches for option in decider.searched(layouts, roomy=True)]
         found += [decider.with_room(option) for option in roomy if option.fits]
-    found += [decider.foresee("auto", plan) for plan in known if set(plan.devices) <= set(cluster.names)]
+    tried = [trial.plan for trial in cluster.trials if trial.plan.packed and trial.plan.graph == digest]
+    known = tuple(plan for plan in (*known, *tried) if set(plan.devices) <= set(cluster.names))
+    found += [decider.foresee("auto", plan) for plan in known]
     named = [decider.named(name) for name in NAMES]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     light = decider.lightened(options, searches)
@@ -105,6 +108,8 @@ def decide(
     fitting.sort(key=lambda option: _rank(option, cluster))
     fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
+    if best is not None:
+        best = min(best, decider.packed(best), key=lambda option: _rank(option, cluster))
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
     others = (*shown, *(option for option in found if option is not best))
     return Decision(best and decider.with_memory(best), others)
@@ -167,6 +172,13 @@ class _Decider:
             if roomy.fits and roomy.cost.seconds < WORTH * option.cost.seconds:
                 option = roomy
         return option
+
+    def packed(self, option: Option) -> Option:
+        """The same without the zeros of what travels, if that fits."""
+        if not option.simulated or not option.plan.devices[1:]:
+            return option
+        found = self.foresee("auto", replace(option.plan, packed=True))
+        return found if found.fits else option
 
     def lightened(self, options: list[Option], searches: list[tuple[Layout, ...]]) -> list[Option]:
         """Of plans that are too large and would be fast, those that compute some of it a second time."""

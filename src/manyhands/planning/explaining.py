@@ -117,7 +117,7 @@ def bound(lowered: Lowered, timeline: Timeline, cluster: Cluster) -> str:
         for step in program.steps:
             if isinstance(step, Send):
                 way = step.message.source, step.message.target
-                links[way] += step.message.num_bytes / cluster.link(*way).bytes_per_s / seconds
+                links[way] += step.message.expected_bytes / cluster.link(*way).bytes_per_s / seconds
     device = max(busy, key=lambda name: busy[name])
     if cluster.shared_bytes_per_s is not None:
         carried = timeline.cost.traffic_bytes / cluster.shared_bytes_per_s / seconds

@@ -65,6 +65,7 @@ class Holding(Passes):
         self.left: dict[int, Tape] = {}  # for a Slope
         self.arriving: dict[int, tuple[Message, Block]] = {}
         self.sending = {patient: deque[Block]() for patient in (False, True)}
+        self.gaps: dict[tuple[str, int, Tile], Block] = {}  # of tiles that travel without zeros
         self.in_flight_bytes = lowered.plan.in_flight_bytes
 
     def run(self, num_steps: int, optimiser_slots: float, optimiser_copies: float) -> int:
@@ -193,11 +194,20 @@ class Holding(Passes):
             bucket = self.territory.buckets[message.segment]
             part = bucket.part(message.target if message.content is Content.SLOPES else self.device)
             self.ledger.touch(message.num_bytes, self.slopes.copied_bytes(part))
+        if message.packed:
+            self._pack(message)
         self.sending[of_weights].append(self.ledger.new(message.num_bytes))
         for awaited, block in self.arriving.values() if of_weights else ():
             if awaited.content is message.content and not block.holders:
                 self.ledger.hold(block)
         self._wait_for_sent(self.in_flight_bytes)
+
+    def _pack(self, message: Message) -> None:
+        """Or unpack: beside the message a copy of the tile, a byte an element, and a bit that stays."""
+        self.ledger.touch(message.num_bytes, message.tile.numel)
+        place = message.layer, message.segment, message.tile
+        if place not in self.gaps:
+            self.gaps[place] = self.ledger.new(message.tile.numel // 8)
 
     def _wait_for_sent(self, limit_bytes: int) -> None:
         for sending in self.sending.values():
@@ -206,7 +216,7 @@ class Holding(Passes):
 
     def expect(self, message: Message) -> None:
         """Memory is taken when something comes in: of weights, not before the own part goes out."""
-        if message.content is Content.VALUE:
+        if message.content is Content.VALUE and not message.packed:
             whole = self.territory.needed[message.layer, message.segment].shape
             if comes_in_place(message.tile.shape, whole, channels_last=self.channels_last):
                 return
@@ -222,6 +232,8 @@ class Holding(Passes):
         _, block = self.arriving.pop(message.tag)
         if not block.holders:
             self.ledger.hold(block)
+        if message.packed:
+            self._pack(message)
         if message.content is Content.GRADIENT:
             self.add_gradient(message.layer, message.tile, block)
         else:

@@ -40,6 +40,7 @@ from manyhands.ir.territory import Bucket, Territory
 from manyhands.planning.assignment import Assignment, assign, is_source
 from manyhands.planning.chunks import Chunk, chunks, is_per_sample, leaving, num_bands
 from manyhands.planning.liveness import Liveness, reads
+from manyhands.planning.packing import is_packed
 from manyhands.planning.refilling import Refill, Refills
 from manyhands.planning.territories import statistic_domains, territory
 from manyhands.planning.weights import all_held, buckets_after, first_chunk_using
@@ -182,7 +183,8 @@ class Lowering:
 
     def _message(self, content: Content, name: str, segment: int, way: Transfer, factor: int) -> Message:
         size = way.tile.numel * factor * self.layers[name].item_bytes
-        return Message(content, name, segment, way.tile, way.source, way.target, next(self.tags), size)
+        packed, tag = is_packed(self.plan, self.layers[name], content, size), next(self.tags)
+        return Message(content, name, segment, way.tile, way.source, way.target, tag, size, packed)
 
     def _reverse(self, message: Message, content: Content) -> Message:
         way = Transfer(message.target, message.source, message.tile)

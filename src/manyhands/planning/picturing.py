@@ -22,11 +22,11 @@ def picture(model: str, facts: PlanFacts, lowered: Lowered) -> PlanPicture:
             if not isinstance(step, Receive) or step.message.content not in EXCHANGED:
                 continue
             message = step.message
-            received[message.segment][program.device] += message.num_bytes
+            received[message.segment][program.device] += message.expected_bytes
             source = lowered.regions.segment_of[message.layer]
             if source < message.segment - 1:
                 skipped = earlier[message.segment]
-                skipped[source] = skipped.get(source, 0) + message.num_bytes
+                skipped[source] = skipped.get(source, 0) + message.expected_bytes
     return PlanPicture(
         model,
         facts,

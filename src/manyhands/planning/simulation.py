@@ -241,7 +241,7 @@ class _Clock:
         """When a message is in, which alone would have been from the one time to the other."""
         if self.ports is None:
             return arrived_s
-        seconds = message.num_bytes / self.costs.port_bytes_per_s(self.name)
+        seconds = message.expected_bytes / self.costs.port_bytes_per_s(self.name)
         return max(arrived_s, self.ports[message.patient].take(began_s, seconds))
 
     def _wait(self, until_s: float) -> None:
@@ -255,24 +255,25 @@ class _Clock:
         Patient messages wait for the others. Those share the wire with patient ones already on their way.
         """
         link = self.costs.link(message.source, message.target)
-        handed = self.now - self.costs.post(self.name, message.num_bytes)
+        num_bytes = message.expected_bytes
+        handed = self.now - self.costs.post(self.name, num_bytes)
         free_s = max(self.link_free_s, self.aside_free_s) if message.patient else self.link_free_s
-        begin, shared_s = self.medium.begin(max(handed, free_s), message.num_bytes)
-        num_seconds = message.num_bytes / link.bytes_per_s
+        begin, shared_s = self.medium.begin(max(handed, free_s), num_bytes)
+        num_seconds = num_bytes / link.bytes_per_s
         beside_s = 0.0 if message.patient else min(max(self.aside_free_s - begin, 0.0), num_seconds)
         leaves = begin + max(num_seconds + beside_s, shared_s)
-        self.carried.append((max(begin, leaves - self.costs.carry(self.name, message.num_bytes)), leaves))
+        self.carried.append((max(begin, leaves - self.costs.carry(self.name, num_bytes)), leaves))
         if message.patient:
             self.aside_free_s = leaves
         else:
             self.link_free_s = leaves
             self.aside_free_s += num_seconds if self.aside_free_s > begin else 0.0
         sending = self.sending[message.patient]
-        sending.append((leaves, message.num_bytes))
-        self.sending_bytes[message.patient] += message.num_bytes
+        sending.append((leaves, num_bytes))
+        self.sending_bytes[message.patient] += num_bytes
         while sending and self.sending_bytes[message.patient] >= self.in_flight_bytes:
-            oldest, num_bytes = sending.popleft()
-            self.sending_bytes[message.patient] -= num_bytes
+            oldest, oldest_bytes = sending.popleft()
+            self.sending_bytes[message.patient] -= oldest_bytes
             self._wait(oldest)
         return leaves - num_seconds + link.latency_s, leaves + link.latency_s
 
@@ -318,6 +319,8 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
                 return own + chunks[chunk][0]
             case Redo():
                 return own + _redo_seconds(step, lowered, device, costs)
+            case Send(message) | Receive(message) if message.packed:
+                return own + costs.pack(device, message.tile.numel)
             case _:
                 return own
 

@@ -21,7 +21,7 @@ def summarise(lowered: Lowered, cluster: Cluster, advice: Advice | None = None) 
     for program in lowered.programs:
         for step in program.steps:
             if isinstance(step, Receive) and step.message.content not in (Content.SLOPES, Content.WEIGHTS):
-                received[step.message.segment] += step.message.num_bytes
+                received[step.message.segment] += step.message.expected_bytes
     shared = sum(bucket.num_bytes(owner) for bucket in lowered.buckets for owner, _ in bucket.parts)
     held = {
         d: {name: tiles[d] for name, tiles in lowered.holders.items() if d in tiles}
@@ -36,6 +36,7 @@ def summarise(lowered: Lowered, cluster: Cluster, advice: Advice | None = None) 
         summed_bytes=shared,
         weight_bytes=tuple((d, weight_bytes(lowered.graph, tiles)) for d, tiles in held.items()),
         forecast=timeline.cost,
+        packed=lowered.plan.packed,
         measured=all(cluster.profile(device) is not None for device in lowered.plan.devices),
         limits=tuple((device, cluster.device(device).memory_bytes) for device in lowered.plan.devices),
         bound=bound(lowered, timeline, cluster),

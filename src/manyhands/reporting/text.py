@@ -97,6 +97,8 @@ def plan_notes(facts: PlanFacts) -> list[str]:
     lines.append(
         f"Forecast ({basis}): {duration(cost.seconds)} a step, {amount(cost.traffic_bytes)} on the network."
     )
+    if facts.packed:
+        lines.append("Zeros of rectified layers do not travel: how many bytes do is an estimate.")
     limits = dict(facts.limits)
     peaks = [
         f"{device} {amount(size)}" + (f" of {amount(limit)}" if (limit := limits.get(device)) else "")

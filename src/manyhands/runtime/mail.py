@@ -8,6 +8,7 @@ from torch import Tensor
 from manyhands.ir.graph import Statistic
 from manyhands.ir.program import Content, Message, Program, postponed
 from manyhands.runtime.formats import incoming, outgoing, wire_shape, wire_view
+from manyhands.runtime.packing import bits_bytes, pack, unpack
 from manyhands.runtime.store import Store
 from manyhands.runtime.transport import Pending, Transport
 from manyhands.runtime.weights import Weights
@@ -20,15 +21,31 @@ class Mail:
         self.device, self.store, self.weights, self.transport = program.device, store, weights, transport
         self.late = {message.tag for message in postponed(program)}
         self.arriving: dict[int, tuple[Message, Pending, Tensor]] = {}
+        self.last: tuple[object, Tensor] | None = None  # what was packed
 
     def send(self, message: Message) -> None:
         """Send a copy, so that what it was taken from may change or go."""
+        if message.packed:
+            self.transport.send(self._packed(message), message.target, message.tag)
+            return
         tensor = self._content(message)
         fresh = message.patient
         copied = tensor if fresh else outgoing(tensor)
         if not fresh and copied.data_ptr() == tensor.data_ptr():
             copied = copied.clone()
         self.transport.send(copied, message.target, message.tag, patient=message.patient)
+
+    def _packed(self, message: Message) -> Tensor:
+        """Without zeros. The same tile often goes to several devices, one after another."""
+        key = message.content, message.layer, message.segment, message.tile
+        if message.content is Content.VALUE and self.last is not None and self.last[0] == key:
+            return self.last[1]
+        flat, place = outgoing(self._content(message)).reshape(-1), key[1:]
+        if message.content is Content.GRADIENT:
+            return self.store.gaps[place].without(flat)
+        packed, self.store.gaps[place] = pack(flat)
+        self.last = key, packed
+        return packed
 
     def _content(self, message: Message) -> Tensor:
         store, layer, exchanges = self.store, message.layer, self.store.territory.exchanges
@@ -66,12 +83,21 @@ class Mail:
         if message.content in (Content.MOMENTS, Content.SUMS):
             shape = (1 if self.store.layers[message.layer].statistic is Statistic.MEAN else 2, *shape)
         buffer = None
-        if message.content is Content.VALUE:
+        if message.packed:
+            buffer = self._room_for(message, dtype)
+        elif message.content is Content.VALUE:
             buffer = wire_view(self.store.margin(message.layer, message.segment, message.tile))
         if buffer is None:
             buffer = torch.empty(wire_shape(shape), dtype=dtype)
         pending = self.transport.expect(buffer, message.source, message.tag, patient=message.patient)
         self.arriving[message.tag] = message, pending, buffer
+
+    def _room_for(self, message: Message, dtype: torch.dtype) -> Tensor:
+        if message.content is Content.GRADIENT:
+            gaps = self.store.gaps[message.layer, message.segment, message.tile]
+            return torch.empty(gaps.count, dtype=dtype)
+        most = bits_bytes(message.tile.numel) + message.tile.numel * dtype.itemsize
+        return torch.empty(most, dtype=torch.uint8)
 
     def _dtype(self, message: Message) -> torch.dtype:
         if message.content is Content.SQUARES:
@@ -87,7 +113,8 @@ class Mail:
             return  # no step before left them on their way, so they are here
         _, pending, buffer = self.arriving.pop(message.tag)
         pending.wait()
-        store, layer, received = self.store, message.layer, incoming(buffer)
+        store, layer = self.store, message.layer
+        received = incoming(self._unpacked(message, buffer) if message.packed else buffer)
         match message.content:
             case Content.VALUE:
                 margin = store.margin(layer, message.segment, message.tile)
@@ -104,8 +131,17 @@ class Mail:
             case Content.SLOPES | Content.WEIGHTS:
                 self._take_bucket(message, received)
 
+    def _unpacked(self, message: Message, buffer: Tensor) -> Tensor:
+        place = message.layer, message.segment, message.tile
+        if message.content is Content.GRADIENT:
+            flat = self.store.gaps[place].filled(buffer)
+        else:
+            flat, self.store.gaps[place] = unpack(buffer, message.tile.numel, self._dtype(message))
+        return flat.view(wire_shape(message.tile.shape))
+
     def end_step(self) -> None:
         """Wait until everything is sent, unless the plan leaves weights on their way to this device."""
+        self.last = None
         if not self.arriving:
             self.transport.flush()
 

@@ -12,6 +12,7 @@ from manyhands.ir.graph import Graph
 from manyhands.ir.territory import Territory
 from manyhands.runtime.late import Job
 from manyhands.runtime.norms import Moments
+from manyhands.runtime.packing import Gaps
 from manyhands.runtime.tape import Tape
 
 Buffer = tuple[str, int | None]  # a layer's result, or the tile of it put together for a segment
@@ -38,6 +39,7 @@ class Store:
         self.sums: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of a norm's backward, by device
         self.moments: dict[str, Moments] = {}
         self.own_inputs: dict[str, Tensor] = {}  # a norm's input, on this device's home tile
+        self.gaps: dict[tuple[str, int, Tile], Gaps] = {}  # of tiles that travelled without their zeros
         self.squares: dict[str, Tensor] = {}  # of everybody's own gradients
         self.loss: float | None = None
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -226,5 +227,6 @@ class _Letter:
                 self.home.wait_for(self.source)
             letter = mailroom.letters[key].pop(0)
         came, expected = ((tuple(t.shape), t.dtype) for t in (letter, self.buffer))
-        assert came == expected, f"{key}: {came} came, {expected} expected"
-        self.buffer.copy_(letter)
+        shorter = letter.dtype == self.buffer.dtype == torch.uint8 and len(letter) <= len(self.buffer)
+        assert shorter or came == expected, f"{key}: {came} came, {expected} expected"
+        (self.buffer[: len(letter)] if shorter else self.buffer).copy_(letter)

@@ -115,3 +115,4 @@ POINTWISE_MODULES = (
 )
 for _pointwise in POINTWISE_MODULES:
     MODULES[_pointwise] = lambda module: ("identity", {})
+MODULES |= {nn.ReLU: lambda module: ("relu", {}), nn.ReLU6: lambda module: ("relu6", {})}
