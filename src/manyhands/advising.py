@@ -23,7 +23,7 @@ def explained(request: Request) -> tuple[Lowered, PlanFacts]:
     if request.strategy != "auto" or request.shares or request.fuse is not None:
         lowered = request.lower(request.plan())
         return lowered, summarise(lowered, request.cluster)
-    decision = api.choose(request.traced.graph, request.cluster)
+    decision = request.choose()
     if decision.best is None:
         raise refusal(request, decision)
     lowered = request.lower(decision.best.plan)
@@ -60,7 +60,7 @@ def _helps(request: Request, best: Option) -> Iterator[Help]:
     now = best.cost.seconds / request.batch
     for change, changed in _changes(request):
         known = (best.plan,) if changed.batch == request.batch else ()
-        decision = api.choose(changed.traced.graph, changed.cluster, known=known)
+        decision = changed.choose(known)
         if decision.best is None:
             yield Help(change, None, "would not fit")
         else:
@@ -69,20 +69,10 @@ def _helps(request: Request, best: Option) -> Iterator[Help]:
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
     if len(request.cluster.devices) > 1:
-        yield "twice the bandwidth", replace(request, cluster=_faster_network(request.cluster))
+        twice = replace(request.cluster.hastened(2), trials=())
+        yield "twice the bandwidth", replace(request, cluster=twice)
     yield "twice the batch", request.with_batch(2 * request.batch)
     yield "one more device", replace(request, cluster=with_more(request.cluster, 1))
-
-
-def _faster_network(cluster: Cluster) -> Cluster:
-    shared = cluster.shared_bytes_per_s
-    return replace(
-        cluster,
-        trials=(),
-        bytes_per_s=2 * cluster.bytes_per_s,
-        links=tuple(replace(link, bytes_per_s=2 * link.bytes_per_s) for link in cluster.links),
-        shared_bytes_per_s=None if shared is None else 2 * shared,
-    )
 
 
 def with_more(cluster: Cluster, count: int) -> Cluster:
@@ -111,7 +101,7 @@ def _smaller_batch(request: Request) -> str:
     while too_large - fits > max(1, fits // 4):
         middle = (fits + too_large) // 2
         changed = request.with_batch(middle)
-        if api.choose(changed.traced.graph, changed.cluster).best is None:
+        if changed.choose().best is None:
             too_large = middle
         else:
             fits = middle
@@ -121,7 +111,6 @@ def _smaller_batch(request: Request) -> str:
 def _more_devices(request: Request) -> str:
     last = request.cluster.devices[-1].name
     for count in MORE_DEVICES:
-        cluster = with_more(request.cluster, count)
-        if api.choose(request.traced.graph, cluster).best is not None:
+        if replace(request, cluster=with_more(request.cluster, count)).choose().best is not None:
             return f"{count} more like {last}"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from manyhands.ir.cluster import Cluster, local_cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Kept, Plan
+from manyhands.ir.wire import WIRE_TYPES
 from manyhands.planning.checking import check, validate
 from manyhands.planning.deciding import MARGIN, Decision, Option, decide, made_to_fit
 from manyhands.planning.lowering import Lowered
@@ -43,23 +45,33 @@ def plan(
     required: Sequence[str] = (),
     kept: Kept = SGD_WITH_MOMENTUM,
     room: bool = True,
+    wire: str | None = None,
 ) -> Plan:
     """Who computes what. `strategy` is `auto`, a name (`rows`), a product (`batch:2,rows:2`) or several.
 
     `auto` takes the plan with the shortest forecast that fits the memory of every device; it may leave
     devices out, but not those that are `required`. Without `room` no step leaves weights on their way.
     Where a plan needs more memory than a device has, some of it is computed a second time in backward.
+    `wire`: round tiles and gradients to this type for their way (bfloat16): fewer bytes, and NOT exact.
     """
+    _check_wire(wire)
     cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
     if strategy == "auto" and not shares and fuse is None:
-        return fitting(choose(graph, cluster, required=required, kept=kept, room=room), cluster).plan
+        decision = choose(graph, cluster, required=required, kept=kept, room=room, wire=wire)
+        return fitting(decision, cluster).plan
     if strategy == "auto":
         raise RequestError("shares and fused groups need a strategy by name; `auto` finds its own.")
     named = plan_by_name(
         graph, cluster.names, strategy, shares=tuple(shares), fuse=None if fuse is None else tuple(fuse)
     )
+    named = replace(named, wire=wire)
     limited = any(device.memory_bytes for device in cluster.devices)
     return made_to_fit(graph, named, cluster, kept) if limited else named
+
+
+def _check_wire(wire: str | None) -> None:
+    if wire not in (None, *WIRE_TYPES):
+        raise RequestError(f"wire = {wire!r}: there is only {', '.join(WIRE_TYPES)}.")
 
 
 def choose(
@@ -70,12 +82,15 @@ def choose(
     kept: Kept = SGD_WITH_MOMENTUM,
     room: bool = True,
     known: Sequence[Plan] = (),
+    wire: str | None = None,
 ) -> Decision:
     """The best plan for a cluster, and what else there was; `kept`: of each weight by the optimiser.
 
     `known` plans take part in the choice.
     """
-    return decide(graph, cluster, required=tuple(required), kept=kept, room=room, known=tuple(known))
+    _check_wire(wire)
+    required, known = tuple(required), tuple(known)
+    return decide(graph, cluster, required=required, kept=kept, room=room, known=known, wire=wire)
 
 
 def fitting(decision: Decision, cluster: Cluster) -> Option:
@@ -105,6 +120,7 @@ def lower(graph: Graph, chosen: Plan, *, clip: bool = False) -> Lowered:
         raise RequestError(
             "this plan is for another model, input or batch. Make it anew with `manyhands plan`."
         )
+    _check_wire(chosen.wire)
     validate(graph, chosen)
     lowered = lower_plan(graph, chosen, clip=clip)
     check(lowered)

@@ -45,6 +45,9 @@ Fuse = Annotated[
     str | None, typer.Option("--fuse", help="Fused groups end after these layers: conv1,layer2.0.relu.")
 ]
 Memory = Annotated[str | None, typer.Option("--memory", help="Limit of each device: 900MB.")]
+Wire = Annotated[
+    str | None, typer.Option("--wire", help="bfloat16: round tiles and gradients for their way. NOT exact.")
+]
 
 
 INTERRUPTED = 130  # the exit code that typer makes of Ctrl-C
@@ -163,6 +166,7 @@ def plan(
     shares: Shares = None,
     fuse: Fuse = None,
     memory: Memory = None,
+    wire: Wire = None,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan to this file (JSON).")] = None,
     draw: Annotated[Path | None, typer.Option("--draw", help="Draw the plan into this file (SVG).")] = None,
     program: Annotated[str | None, typer.Option("--program", help="Print this device's steps.")] = None,
@@ -174,7 +178,8 @@ def plan(
     from manyhands.advising import explained
     from manyhands.requests import Request
 
-    request = Request.read(model, input, batch, cluster, devices, strategy, shares, fuse, memory=memory)
+    wishes = model, input, batch, cluster, devices, strategy, shares, fuse
+    request = Request.read(*wishes, memory=memory, wire=wire)
     lowered, facts = explained(request)
     steps = None if program is None else request.program(lowered, program)
     from manyhands.ir.codec import encode, to_json
@@ -238,6 +243,7 @@ def verify(
     strategy: Strategy = "auto",
     shares: Shares = None,
     fuse: Fuse = None,
+    wire: Wire = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="A plan written with `plan --save`.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -246,7 +252,8 @@ def verify(
     from manyhands.requests import Request
 
     default = 2 if cluster is None and devices is None else devices
-    request = Request.read(model, input, batch, cluster, default, strategy, shares, fuse, precision="float64")
+    wishes = model, input, batch, cluster, default, strategy, shares, fuse
+    request = Request.read(*wishes, precision="float64", wire=wire)
     chosen = request.load_plan(plan) if plan is not None else request.plan_for_all()
     difference = prove(request, chosen, quiet=as_json)
     if as_json:

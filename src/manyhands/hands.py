@@ -80,6 +80,7 @@ class Hands:
         example: Tensor | Sequence[Tensor],
         *,
         plan: str | Plan = "auto",
+        wire: str | None = None,
         feed: str = "replicated",
         clip: float | None = None,
         seed: int = 0,
@@ -88,7 +89,8 @@ class Hands:
 
         `example` is one whole batch (its shape is what matters); `plan` a strategy such as `rows`, or a
         plan; `feed` says where the images are: `replicated` (every device is given the whole batch),
-        `source` (the first is, the others give None) or `local` (each is given its own part).
+        `source` (the first is, the others give None) or `local` (each is given its own part). `wire`: round
+        tiles and gradients to this type for their way (bfloat16): fewer bytes, and NOT exact.
         """
         examples = (example,) if isinstance(example, Tensor) else tuple(example)
         if feed not in [each.value for each in Feed]:
@@ -96,8 +98,8 @@ class Hands:
         graph = api.trace(model.train(), *(tensor.to("meta") for tensor in examples)).graph
         cluster = replace(local_cluster(len(self.devices)), cores=None)  # the same plan on every machine
         if not isinstance(plan, Plan):  # without room: a script may end after any step
-            plan = api.plan(graph, cluster, plan, required=cluster.names, room=False)
-        chosen = replace(plan, in_flight_bytes=LEAST_IN_FLIGHT)
+            plan = api.plan(graph, cluster, plan, required=cluster.names, room=False, wire=wire)
+        chosen = replace(plan, in_flight_bytes=LEAST_IN_FLIGHT, wire=wire or plan.wire)
         if chosen.devices != self.devices:
             raise RequestError(
                 f"the plan is for {', '.join(chosen.devices)}; here are {', '.join(self.devices)}."

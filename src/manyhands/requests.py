@@ -21,6 +21,7 @@ from manyhands.loading import (
     parse_inputs,
 )
 from manyhands.measuring import known_local, threads_each
+from manyhands.planning.deciding import Decision
 from manyhands.planning.lowering import Lowered
 from manyhands.tracing.graphs import Traced
 
@@ -38,6 +39,7 @@ class Request:
     fuse: tuple[str, ...] | None
     traced: Traced
     precision: str = "float32"
+    wire: str | None = None
 
     @classmethod
     def read(
@@ -52,6 +54,7 @@ class Request:
         fuse: str | None,
         precision: str = "float32",
         memory: str | None = None,
+        wire: str | None = None,
     ) -> Request:
         if cluster is not None and devices is not None:
             raise RequestError("give either --cluster or --devices, not both.")
@@ -79,6 +82,7 @@ class Request:
             None if fuse is None else tuple(name.strip() for name in fuse.split(",") if name.strip()),
             traced,
             precision,
+            wire,
         )
 
     def with_batch(self, batch: int) -> Request:
@@ -86,13 +90,18 @@ class Request:
         return replace(self, batch=batch, traced=_trace(self.model, self.inputs, batch, self.precision))
 
     def plan(self) -> Plan:
-        return api.plan(self.traced.graph, self.cluster, self.strategy, shares=self.shares, fuse=self.fuse)
+        graph, wire = self.traced.graph, self.wire
+        return api.plan(graph, self.cluster, self.strategy, shares=self.shares, fuse=self.fuse, wire=wire)
+
+    def choose(self, known: tuple[Plan, ...] = ()) -> Decision:
+        """What `auto` finds, and what else there was."""
+        return api.choose(self.traced.graph, self.cluster, known=known, wire=self.wire)
 
     def plan_for_all(self) -> Plan:
         """A plan in which every device takes part, also where it would be faster without some."""
         if self.strategy != "auto":
             return self.plan()
-        return api.plan(self.traced.graph, self.cluster, required=self.cluster.names)
+        return api.plan(self.traced.graph, self.cluster, required=self.cluster.names, wire=self.wire)
 
     def load_plan(self, path: Path) -> Plan:
         plan = load_plan(path)

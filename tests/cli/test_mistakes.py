@@ -85,6 +85,7 @@ MISTAKES = {
     "drawing where nothing is": (("plan", "demo", "--draw", "{folder}/no/plan.svg"), "there is no folder"),
     "drawing onto a folder": (("plan", "demo", "--draw", "{folder}/taken.svg"), "cannot be written"),
     "no devices": (("plan", "demo", "--devices", "0"), "at least one"),
+    "type on the wire": (("plan", "demo", "--devices", "2", "--wire", "int4"), "there is only bfloat16"),
     "cluster and devices": (
         ("plan", "demo", "--devices", "2", "--cluster", "{folder}/good.toml"),
         "either --cluster or --devices",
@@ -179,6 +180,15 @@ def test_a_plan_that_is_exact_is_exit_code_0_and_json_says_so() -> None:
     assert ended.returncode == 0, ended.stderr
     facts = json.loads(ended.stdout)
     assert facts["exact"] and 0 < facts["gradients"] < 1e-9
+
+
+def test_rounded_messages_are_found_and_called_not_exact() -> None:
+    ended = manyhands(
+        "verify", "demo", "--devices", "2", "--strategy", "rows", "--wire", "bfloat16", "--json"
+    )
+    assert ended.returncode == 1, ended.stderr
+    facts = json.loads(ended.stdout)
+    assert not facts["exact"] and 1e-6 < facts["loss"] < 1e-2
 
 
 def test_a_saved_plan_is_verified_as_it_is(tmp_path: Path) -> None:

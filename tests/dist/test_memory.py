@@ -5,6 +5,7 @@ from manyhands.benches.footprint import WORST, WORST_UNDER, Case, run
 CASES = (
     Case("resnet18", 96, 4, "rows; layer3.0.conv1 = channels", 2),
     Case("resnet18", 96, 8, "channels", 2, packed=True),
+    Case("resnet18", 96, 8, "channels", 2, wire="bfloat16"),
 )
 
 

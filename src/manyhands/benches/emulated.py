@@ -53,8 +53,8 @@ def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
     return Cluster(devices, mbit * 1e6 / 8, 0.0)
 
 
-def auto(graph: Graph, cluster: Cluster) -> Plan:
-    return api.plan(graph, cluster)
+def auto(graph: Graph, cluster: Cluster, wire: str | None = None) -> Plan:
+    return api.plan(graph, cluster, wire=wire)
 
 
 def by_name(strategy: str, fuse: tuple[str, ...] | None = None) -> Choose:

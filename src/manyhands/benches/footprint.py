@@ -28,6 +28,7 @@ class Case:
     devices: int
     thrifty: bool = True
     packed: bool = False
+    wire: str | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -35,8 +36,8 @@ class Case:
 
     def __str__(self) -> str:
         freed = "freed at once" if self.thrifty else "allocator's defaults"
-        zeros = ", zeros left out" if self.packed else ""
-        way = f"{self.strategy} on {self.devices}{zeros}"
+        zeros, rounded = ", zeros left out" * self.packed, f", {self.wire}" if self.wire else ""
+        way = f"{self.strategy} on {self.devices}{zeros}{rounded}"
         return f"{self.model} at {self.size}, batch {self.batch}, {way}, {freed}"
 
 
@@ -117,7 +118,8 @@ def _bare_bytes() -> int:
 
 def _lower(case: Case) -> Lowered:
     graph = graph_of(case.model, (case.shape,), case.batch)
-    return api.lower(graph, replace(api.plan(graph, case.devices, case.strategy), packed=case.packed))
+    plan = api.plan(graph, case.devices, case.strategy, wire=case.wire)
+    return api.lower(graph, replace(plan, packed=case.packed))
 
 
 def _measure(case: Case, lowered: Lowered) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from manyhands.benches.emulated import Lap, Setting, Tell, auto, cluster, laps, tell_at
+from manyhands.benches.emulated import Choose, Lap, Setting, Tell, auto, cluster, laps, tell_at
 from manyhands.errors import RequestError
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
@@ -66,6 +66,7 @@ def run(
     rounds: int,
     keep: Path | None,
     tell: Tell,
+    wire: str | None = None,
 ) -> tuple[Cell, ...]:
     """The cells asked for, one after another; what `keep` has already is not raced again."""
     if unknown := [name for name in only if name not in MODELS]:
@@ -75,12 +76,16 @@ def run(
     wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
     core, cells = core_flops_per_s(), []
     for model, mbit in wanted:
-        setting = f"{model}-{mbit:g}-{dilation or 0:g}-{rounds}-{'-'.join(peers) or 'all'}".replace(" ", "_")
-        file = None if keep is None else keep / f"{setting}.json"
+        rivals = "-".join((*(peers or ("all",)), wire or ""))
+        setting = f"{model}-{mbit:g}-{dilation or 0:g}-{rounds}-{rivals}"
+        file = None if keep is None else keep / f"{setting.rstrip('-').replace(' ', '_')}.json"
         if file is not None and file.is_file():
             cells.append(decode(Cell, json.loads(file.read_text())))
             continue
-        cell = _cell(model, mbit, core, peers or tuple(PEERS), dilation, rounds, tell)
+        ours: dict[str, Choose] = {"auto": auto}
+        if wire is not None:
+            ours[f"auto, {wire}"] = partial(auto, wire=wire)
+        cell = _cell(model, mbit, core, ours, peers or tuple(PEERS), dilation, rounds, tell)
         cells.append(cell)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -92,6 +97,7 @@ def _cell(
     model: str,
     mbit: float,
     core: float,
+    ours: dict[str, Choose],
     peers: tuple[str, ...],
     dilation: float | None,
     rounds: int,
@@ -102,7 +108,7 @@ def _cell(
     setting = Setting(model, shape, batch, devices)
     told = partial(tell_at, tell, f"{model} at {mbit:g} Mbit/s")
     possible = tuple(name for name in peers if batch >= DEVICES or name == ONE)  # the others cut the batch
-    found = laps(setting, core, dilation, {"auto": auto}, possible, rounds, told)
+    found = laps(setting, core, dilation, ours, possible, rounds, told)
     built = load_model(model)
     return Cell(model, mbit, found, tuple(name for name in possible if PEERS[name].exact(built)))
 
@@ -140,7 +146,7 @@ def table(cells: tuple[Cell, ...]) -> Table:
         plan = next((lap.layouts for lap in cell.laps if lap.name == "auto"), "")
         table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, "reached" if cell.within else "not reached")
     table.caption = "\n".join(
-        f"{cell.model} at {cell.mbit:g} Mbit/s, a device of auto on average: {lap.spent}"
+        f"{cell.model} at {cell.mbit:g} Mbit/s, a device of {lap.name} on average: {lap.spent}"
         for cell in cells
         for lap in cell.laps
         if lap.spent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.ir.plan import Plan
@@ -77,6 +77,13 @@ class Cluster:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(device.name for device in self.devices)
+
+    def hastened(self, factor: float) -> Cluster:
+        """The same with a network that is so many times as fast."""
+        shared = self.shared_bytes_per_s
+        links = tuple(replace(link, bytes_per_s=factor * link.bytes_per_s) for link in self.links)
+        shared = None if shared is None else factor * shared
+        return replace(self, bytes_per_s=factor * self.bytes_per_s, links=links, shared_bytes_per_s=shared)
 
     def profile(self, name: str) -> Profile | None:
         return next((profile for profile in self.profiles if profile.device == name), None)

@@ -51,7 +51,8 @@ class Plan:
 
     `in_flight_bytes` may be on their way out of a device while it goes on computing; they are held in memory.
     With more than the least, a step may end while new weights are on their way: the next one waits for them.
-    `packed`: of rectified layers only what is not zero travels.
+    `packed`: of rectified layers only what is not zero travels. `wire`: tiles and gradients are rounded to
+    this type for their way, such as bfloat16; None: nothing is.
     """
 
     graph: str
@@ -60,8 +61,9 @@ class Plan:
     segments: tuple[Segment, ...]
     in_flight_bytes: int = LEAST_IN_FLIGHT
     packed: bool = False
+    wire: str | None = None
 
     @property
     def exact(self) -> bool:
-        """Same parameters as one device after the same steps, to rounding. Every plan so far is."""
-        return True
+        """Same parameters as one device after the same steps, to rounding."""
+        return self.wire is None

@@ -61,8 +61,11 @@ class Bucket:
     def part(self, owner: str) -> tuple[Piece, ...]:
         return dict(self.parts)[owner]
 
+    def numel(self, owner: str) -> int:
+        return sum(piece.tile.numel for piece in self.part(owner))
+
     def num_bytes(self, owner: str) -> int:
-        return self.item_bytes * sum(piece.tile.numel for piece in self.part(owner))
+        return self.item_bytes * self.numel(owner)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Territory:
     owned: tuple[Piece, ...]  # of the trainable weights: what the optimiser of this device changes
     buckets: dict[int, Bucket]  # those in which this device has a part
     in_flight_bytes: int  # that may be on their way out while it goes on
+    wire: str | None = None  # type to which tiles and gradients are rounded for their way
 
     def buffer(self, source: str, segment: int) -> tuple[str, int | None]:
         """Where a segment finds a tensor: in a tile put together for it, or as this device computed it."""

@@ -84,14 +84,15 @@ def decide(
     kept: Kept = SGD_WITH_MOMENTUM,
     room: bool = True,
     known: tuple[Plan, ...] = (),
+    wire: str | None = None,
 ) -> Decision:
     """Foresee what the searches find and the named strategies; the fastest that fits wins.
 
     `required` devices take part in the plan, also where it would be faster without them. `room`: a plan may
     have more on its way than the least. `known` plans are foreseen too: with that of a cluster that differs
-    from this one by being slower in something, the forecast is not worse than there.
+    from this one by being slower in something, the forecast is not worse than there. `wire`: of every plan.
     """
-    decider, digest = _Decider(graph, cluster, kept), graph_digest(graph)
+    decider, digest = _Decider(graph, cluster, kept, wire), graph_digest(graph)
     searches = decider.chooser.searches(required)
     found = [option for layouts in searches for option in decider.searched(layouts)]
     if room and decider.chooser.few:
@@ -117,7 +118,7 @@ def decide(
 
 def made_to_fit(graph: Graph, plan: Plan, cluster: Cluster, kept: Kept = SGD_WITH_MOMENTUM) -> Plan:
     """The plan, or the same with some of it computed a second time where only that fits."""
-    decider = _Decider(graph, cluster, kept)
+    decider = _Decider(graph, cluster, kept, plan.wire)
     light = decider.light(decider.foresee("", plan))
     return light.plan if light.fits else plan
 
@@ -132,9 +133,10 @@ def _rank(option: Option, cluster: Cluster) -> float:
 
 
 class _Decider:
-    def __init__(self, graph: Graph, cluster: Cluster, kept: Kept) -> None:
-        self.graph, self.cluster, self.kept = graph, cluster, kept
-        self.chooser = Chooser(graph, cluster, 2 + kept.slots)
+    def __init__(self, graph: Graph, cluster: Cluster, kept: Kept, wire: str | None) -> None:
+        self.graph, self.cluster, self.kept, self.wire = graph, cluster, kept, wire
+        network = cluster if wire is None else cluster.hastened(4 / ITEM_BYTES[wire])  # by about as much
+        self.chooser = Chooser(graph, network, 2 + kept.slots)
         self.seen: dict[Plan, Option] = {}
 
     def limits(self) -> Numbers | None:
@@ -233,6 +235,7 @@ class _Decider:
 
     def foresee(self, name: str, plan: Plan) -> Option:
         """What a plan would cost."""
+        plan = plan if plan.wire == self.wire else replace(plan, wire=self.wire)
         if plan not in self.seen:
             simulated = self._num_messages(plan) <= MAX_MESSAGES
             limited = self.limits() is not None

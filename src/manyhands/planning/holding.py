@@ -216,13 +216,17 @@ class Holding(Passes):
 
     def expect(self, message: Message) -> None:
         """Memory is taken when something comes in: of weights, not before the own part goes out."""
-        if message.content is Content.VALUE and not message.packed:
+        if message.content is Content.VALUE and not message.packed and self._as_it_is(message):
             whole = self.territory.needed[message.layer, message.segment].shape
             if comes_in_place(message.tile.shape, whole, channels_last=self.channels_last):
                 return
         late = message.content in (Content.SLOPES, Content.WEIGHTS)
         block = Block(message.num_bytes) if late else self.ledger.new(message.num_bytes)
         self.arriving[message.tag] = message, block
+
+    def _as_it_is(self, message: Message) -> bool:
+        """Is a tile not rounded for its way?"""
+        return message.num_bytes == tile_bytes(self.layers[message.layer], message.tile)
 
     def receive(self, message: Message) -> None:
         if message.content is Content.VALUE:
@@ -235,6 +239,9 @@ class Holding(Passes):
         if message.packed:
             self._pack(message)
         if message.content is Content.GRADIENT:
+            if not self._as_it_is(message):
+                self.ledger.free(block)
+                block = self.ledger.new(tile_bytes(self.layers[message.layer], message.tile))
             self.add_gradient(message.layer, message.tile, block)
         else:
             self.ledger.free(block)

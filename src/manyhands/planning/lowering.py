@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, groupby
 
 from manyhands.ir.geometry import Tile, Transfer, transfers
@@ -40,7 +40,7 @@ from manyhands.ir.territory import Bucket, Territory
 from manyhands.planning.assignment import Assignment, assign, is_source
 from manyhands.planning.chunks import Chunk, chunks, is_per_sample, leaving, num_bands
 from manyhands.planning.liveness import Liveness, reads
-from manyhands.planning.packing import is_packed
+from manyhands.planning.packing import is_packed, item_bytes
 from manyhands.planning.refilling import Refill, Refills
 from manyhands.planning.territories import statistic_domains, territory
 from manyhands.planning.weights import all_held, buckets_after, first_chunk_using
@@ -60,8 +60,8 @@ class Lowered:
     programs: tuple[Program, ...]
 
     def territory(self, device: str) -> Territory:
-        program, room = self.program(device), self.plan.in_flight_bytes
-        return territory(program, self.graph, self.regions, self.holders, self.buckets, room)
+        program = self.program(device)
+        return territory(program, self.graph, self.regions, self.holders, self.buckets, self.plan)
 
     def program(self, device: str) -> Program:
         return next(program for program in self.programs if program.device == device)
@@ -182,14 +182,13 @@ class Lowering:
         return messages
 
     def _message(self, content: Content, name: str, segment: int, way: Transfer, factor: int) -> Message:
-        size = way.tile.numel * factor * self.layers[name].item_bytes
+        size = way.tile.numel * factor * item_bytes(self.plan, content, self.layers[name].dtype)
         packed, tag = is_packed(self.plan, self.layers[name], content, size), next(self.tags)
         return Message(content, name, segment, way.tile, way.source, way.target, tag, size, packed)
 
     def _reverse(self, message: Message, content: Content) -> Message:
-        way = Transfer(message.target, message.source, message.tile)
-        factor = message.num_bytes // (message.tile.numel * self.layers[message.layer].item_bytes)
-        return self._message(content, message.layer, message.segment, way, factor)
+        source, target = message.target, message.source
+        return replace(message, content=content, source=source, target=target, tag=next(self.tags))
 
     # ---- forward ---------------------------------------------------------------------------------------
 
@@ -332,10 +331,11 @@ class Lowering:
         if key not in self.bucket_messages:
             devices = [device for device, _ in bucket.parts]
             ways = [(d, owner) for owner in devices for d in devices if d != owner and bucket.part(owner)]
+            size = item_bytes(self.plan, content, f"float{8 * bucket.item_bytes}")
             self.bucket_messages[key] = [
-                Message(content, "bucket", bucket.index, Tile(()), source, target, next(self.tags), size)
+                Message(content, "bucket", bucket.index, Tile(()), source, target, next(self.tags), num_bytes)
                 for device, owner in ways
-                for size in [bucket.num_bytes(owner)]
+                for num_bytes in [bucket.numel(owner) * size]
                 for source, target in [(device, owner) if content is Content.SLOPES else (owner, device)]
             ]
         return self.bucket_messages[key]

@@ -37,6 +37,7 @@ def summarise(lowered: Lowered, cluster: Cluster, advice: Advice | None = None) 
         weight_bytes=tuple((d, weight_bytes(lowered.graph, tiles)) for d, tiles in held.items()),
         forecast=timeline.cost,
         packed=lowered.plan.packed,
+        wire=lowered.plan.wire,
         measured=all(cluster.profile(device) is not None for device in lowered.plan.devices),
         limits=tuple((device, cluster.device(device).memory_bytes) for device in lowered.plan.devices),
         bound=bound(lowered, timeline, cluster),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manyhands.ir.geometry import Span, Tile, empty_like
 from manyhands.ir.graph import Graph, GroupNorm, Input, Layer, Statistic
+from manyhands.ir.plan import Plan
 from manyhands.ir.program import Forward, Program
 from manyhands.ir.regions import group_range, needs
 from manyhands.ir.territory import Bucket, Exchange, Share, Territory
@@ -82,7 +83,7 @@ def territory(
     regions: Assignment,
     holders: dict[str, dict[str, Tile]],
     buckets: tuple[Bucket, ...],
-    in_flight_bytes: int,
+    plan: Plan,
 ) -> Territory:
     """What this program's device has to know."""
     device, layers = program.device, graph.by_name()
@@ -106,5 +107,6 @@ def territory(
         inputs=input_tiles(graph, {name: tiles[device] for name, tiles in regions.computed.items()}),
         owned=owned_pieces(graph, holders, buckets, device),
         buckets={bucket.index: bucket for bucket in buckets if device in dict(bucket.parts)},
-        in_flight_bytes=in_flight_bytes,
+        in_flight_bytes=plan.in_flight_bytes,
+        wire=plan.wire,
     )

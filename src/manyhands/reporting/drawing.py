@@ -132,7 +132,7 @@ class _Page:
     def _head(self, root: Element, width: float) -> float:
         """Title, devices and key; comes back: where the maps may begin."""
         facts, brush = self.facts, self.brush
-        exact = "exact: trains as one device would" if facts.exact else "NOT exact"
+        exact = "exact: trains as one device would" if facts.exact else f"NOT exact: {facts.wire} on the wire"
         count = f"{len(facts.devices)} device{'s' * (len(facts.devices) > 1)}"
         title = f"{self.picture.model}, batch {facts.batch}, {count}"
         words(root, MARGIN, 36, title, font_size=20, font_weight="bold")

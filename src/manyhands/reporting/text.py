@@ -111,7 +111,10 @@ def plan_notes(facts: PlanFacts) -> list[str]:
     if facts.bound:
         lines.append(f"Bound by {facts.bound}.")
     lines += _advice_notes(facts.advice) if facts.advice else []
-    lines.append("Exact: trains as one device would, to rounding." if facts.exact else "NOT exact.")
+    if facts.wire:
+        lines.append(f"NOT exact: tiles and gradients are rounded to {facts.wire} for their way.")
+    else:
+        lines.append("Exact: trains as one device would, to rounding.")
     return lines
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from manyhands.ir.graph import Statistic
 from manyhands.ir.program import Content, Message, Program, postponed
+from manyhands.ir.wire import wire_type
 from manyhands.runtime.formats import incoming, outgoing, wire_shape, wire_view
 from manyhands.runtime.packing import bits_bytes, pack, unpack
 from manyhands.runtime.store import Store
@@ -31,6 +32,7 @@ class Mail:
         tensor = self._content(message)
         fresh = message.patient
         copied = tensor if fresh else outgoing(tensor)
+        copied = self._rounded(message, copied)
         if not fresh and copied.data_ptr() == tensor.data_ptr():
             copied = copied.clone()
         self.transport.send(copied, message.target, message.tag, patient=message.patient)
@@ -40,12 +42,16 @@ class Mail:
         key = message.content, message.layer, message.segment, message.tile
         if message.content is Content.VALUE and self.last is not None and self.last[0] == key:
             return self.last[1]
-        flat, place = outgoing(self._content(message)).reshape(-1), key[1:]
+        flat, place = self._rounded(message, outgoing(self._content(message))).reshape(-1), key[1:]
         if message.content is Content.GRADIENT:
             return self.store.gaps[place].without(flat)
         packed, self.store.gaps[place] = pack(flat)
         self.last = key, packed
         return packed
+
+    def _rounded(self, message: Message, tensor: Tensor) -> Tensor:
+        """As it travels."""
+        return tensor if self.store.territory.wire is None else tensor.to(self._dtype(message))
 
     def _content(self, message: Message) -> Tensor:
         store, layer, exchanges = self.store, message.layer, self.store.territory.exchanges
@@ -85,7 +91,7 @@ class Mail:
         buffer = None
         if message.packed:
             buffer = self._room_for(message, dtype)
-        elif message.content is Content.VALUE:
+        elif message.content is Content.VALUE and dtype == self.store.dtype(message.layer):
             buffer = wire_view(self.store.margin(message.layer, message.segment, message.tile))
         if buffer is None:
             buffer = torch.empty(wire_shape(shape), dtype=dtype)
@@ -100,12 +106,19 @@ class Mail:
         return torch.empty(most, dtype=torch.uint8)
 
     def _dtype(self, message: Message) -> torch.dtype:
+        """In which it travels."""
         if message.content is Content.SQUARES:
             return torch.float64
-        if not message.patient:
-            return self.store.dtype(message.layer)
-        pieces = [piece for _, part in self.store.territory.buckets[message.segment].parts for piece in part]
-        return self.weights.tensors[pieces[0].parameter].dtype
+        if message.patient:
+            parts = self.store.territory.buckets[message.segment].parts
+            first = next(piece for _, part in parts for piece in part)
+            own = self.weights.tensors[first.parameter].dtype
+        else:
+            own = self.store.dtype(message.layer)
+        wire = self.store.territory.wire
+        found = getattr(torch, wire_type(wire, message.content, str(own).removeprefix("torch.")))
+        assert isinstance(found, torch.dtype)
+        return found
 
     def receive(self, message: Message) -> None:
         """Wait for it, and put it where it belongs."""
@@ -121,7 +134,7 @@ class Mail:
                 if margin.data_ptr() != buffer.data_ptr():
                     margin.copy_(received)
             case Content.GRADIENT:
-                store.add_gradient(layer, message.tile, received)
+                store.add_gradient(layer, message.tile, received.to(store.dtype(layer)))
             case Content.MOMENTS:
                 store.parts[layer][message.source] = received
             case Content.SUMS:

@@ -77,6 +77,7 @@ class Job(_Strict):
     devices: int | None = Field(default=None, ge=1, description="local processes")
     memory: str | None = Field(default=None, description="limit of each device")
     strategy: str = "auto"
+    wire: Literal["bfloat16"] | None = Field(default=None, description="what travels is rounded: not exact")
     feed: Literal["replicated", "source", "local"] = "replicated"
     evaluate: EvaluateTable | None = EvaluateTable()
     folder: str | None = Field(default=None, description="checkpoints and metrics; none: runs/NAME-OF-JOB")

@@ -207,7 +207,8 @@ def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster,
         measured = known_local(graph, count, threads=threads_each(count), thrifty=thrifty)
         cluster = replace(measured, devices=cluster.devices)
     kept = _kept(job)
-    plan = api.plan(graph, cluster, job.strategy, required=_required(job, cluster), kept=kept)
+    required = _required(job, cluster)
+    plan = api.plan(graph, cluster, job.strategy, required=required, kept=kept, wire=job.wire)
     lowered = api.lower(graph, plan, clip=job.clip is not None)
     _refuse_large(lowered, cluster, job)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]

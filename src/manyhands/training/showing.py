@@ -60,6 +60,9 @@ def _introduce(console: Console, start: Start) -> None:
         )
     if start.job.precision == "bfloat16":
         console.print("Note: bfloat16 is not exact to float32's rounding.", highlight=False, markup=False)
+    if start.job.wire is not None:
+        note = f"Note: NOT exact: tiles and gradients are rounded to {start.job.wire} for their way."
+        console.print(note, highlight=False, markup=False)
     if start.checkpoint is not None:
         for warning in start.checkpoint.warnings:
             console.print(f"Passed over: {warning}", highlight=False, markup=False)
