@@ -14,14 +14,15 @@ from torch import nn
 from manyhands import api
 from manyhands.ir.cluster import Cluster, Device, Trial
 from manyhands.ir.parsing import parse_program
-from manyhands.ir.plan import Plan
-from manyhands.ir.program import Content, Message, Program, Send, sent_bytes
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Plan
+from manyhands.ir.program import Content, sent_bytes
 from manyhands.loading import load_model
-from manyhands.planning.deciding import Option
+from manyhands.planning.deciding import Decision, Option
 from manyhands.runtime.inprocess import run_in_process
 from manyhands.runtime.packing import Gaps, bits_bytes, pack, unpack
 from manyhands.runtime.transport import Transport
 from manyhands.verifying import Outcome, make_trial, train
+from tests.loopback.trials import rectified, sent
 
 
 @given(
@@ -81,24 +82,61 @@ def test_a_packed_plan_is_exact(strategy: str, monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(0)
     model, images = Net(), torch.randn(4, 3, 16, 16)
     graph = api.trace(model, images).graph
-    ends = [layer.name for layer in graph.layers if getattr(layer.operation, "rectifies", False)]
+    ends = rectified(graph)
     assert len(ends) == 3
     fuse = None if ";" in strategy else ends
     chosen = replace(api.plan(graph, 4, strategy, fuse=fuse), packed=True)
-    messages = [m for program in api.lower(graph, chosen).programs for m in _sent(program)]
+    messages = [m for program in api.lower(graph, chosen).programs for m in sent(program)]
     packed = [message for message in messages if message.packed]
     assert {message.layer for message in packed} <= set(ends)
     assert {message.content for message in packed} == {Content.VALUE, Content.GRADIENT}
     assert api.verify(model, (images,), chosen).worst < 1e-9
 
 
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """Called as torch's, and lets some of the gradient pass where it is zero."""
+    return x.clamp(min=0) + 0.1 * (x - x.detach())
+
+
+torch.fx.wrap("relu")
+
+
+class Own(nn.Module):
+    """Looks like a rectifier, and is none: by what it does, by a hook, or by an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.act = kind, nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()
+        self.last = nn.Conv2d(8, 4, 3, padding=1)
+        if kind == "hook":
+            self.act.register_full_backward_hook(lambda module, gave, given: (given[0].clamp(min=0),))
+        elif kind == "hook before":
+            self.act.register_full_backward_pre_hook(lambda module, given: (2 * given[0],))
+        elif kind == "attribute":
+            self.act.forward = relu  # type: ignore[method-assign]
+        elif kind == "subclass":
+            self.act = type("Leaky", (nn.ReLU,), {"forward": lambda self, x: relu(x)})()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(relu(x) if self.kind == "name" else self.act(x))
+
+
+@pytest.mark.parametrize("kind", ["name", "hook", "hook before", "attribute", "subclass"])
+def test_only_torchs_own_rectifiers_are_taken_for_such(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.planning.packing.LEAST_BYTES", 0)
+    torch.manual_seed(0)
+    model, images = Own(kind), torch.randn(4, 3, 16, 16)
+    graph = api.trace(model, images).graph
+    assert not rectified(graph)
+    names = [layer.name for layer in graph.layers if layer.inputs]
+    chosen = replace(api.plan(graph, 2, "rows", fuse=names), packed=True)
+    assert api.verify(model, (images,), chosen).worst < 1e-9
+
+
 def _packed(model: nn.Module, images: torch.Tensor, num_devices: int, strategy: str) -> Plan:
     graph = api.trace(model, images).graph
     return replace(api.plan(graph, num_devices, strategy), packed=True)
-
-
-def _sent(program: Program) -> list[Message]:
-    return [step.message for step in program.steps if isinstance(step, Send)]
 
 
 def test_fewer_bytes_travel() -> None:
@@ -127,15 +165,19 @@ def test_programs_with_packed_messages_read_back() -> None:
     model, images = Net(), torch.randn(4, 3, 64, 64)
     lowered = api.lower(api.trace(model, images).graph, _packed(model, images, 2, "channels"))
     for program in lowered.programs:
-        assert any(message.packed for message in _sent(program))
+        assert any(message.packed for message in sent(program))
         assert parse_program(str(program)) == program
 
 
-def _choose(bytes_per_s: float, *trials: Trial) -> Option:
+def _decide(bytes_per_s: float, *trials: Trial, room: bool = True) -> Decision:
     model, images = load_model("resnet18-cifar"), torch.empty(8, 3, 32, 32, device="meta")
     devices = tuple(Device(name, flops_per_s=1e10) for name in ("a", "b"))
     cluster = Cluster(devices, bytes_per_s, 0.0, trials=trials)
-    found = api.choose(api.trace(model, images).graph, cluster, required=("a", "b")).best
+    return api.choose(api.trace(model, images).graph, cluster, required=("a", "b"), room=room)
+
+
+def _choose(bytes_per_s: float, *trials: Trial, room: bool = True) -> Option:
+    found = _decide(bytes_per_s, *trials, room=room).best
     assert found is not None
     return found
 
@@ -150,3 +192,19 @@ def test_a_packed_plan_that_was_tried_is_as_fast_as_it_was(factor: float, taken:
     foreseen = _choose(1e6)
     tried = Trial("auto", foreseen.plan, factor * foreseen.cost.seconds)
     assert (_choose(1e6, tried).plan == foreseen.plan) == taken
+
+
+def test_what_was_tried_with_room_is_no_plan_without() -> None:
+    foreseen = _choose(1e7)
+    roomy = replace(foreseen.plan, packed=True, in_flight_bytes=64 << 20)
+    tried = Trial("auto", roomy, 0.5 * foreseen.cost.seconds)
+    assert _choose(1e7, tried).plan == roomy
+    assert _choose(1e7, tried, room=False).plan.in_flight_bytes == LEAST_IN_FLIGHT
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e6, 1e7])
+def test_a_trial_can_compare_with_the_same_plan_as_it_is(bytes_per_s: float) -> None:
+    decision = _decide(bytes_per_s)
+    assert decision.best is not None and decision.best.plan.packed
+    plans = [option.plan for option in decision.others if isinstance(option, Option)]
+    assert replace(decision.best.plan, packed=False) in plans

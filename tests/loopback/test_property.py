@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from manyhands.planning import lowering, packing, weights
-from tests.loopback.trials import compare_case, draw, miscounted, rounding_explains
+from tests.loopback.trials import compare_case, draw, miscounted, rounding_explains, sent
 
 EXCUSED = "not exact, by rounding that plain PyTorch shows here too"
-SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST = 60, 8, 38
+SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST, PACKED_AT_LEAST = 60, 8, 38, 5
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +37,13 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
     """480 random networks and plans. A failure names its seed: `draw(seed)` makes the same case again."""
-    compared = excused = 0
+    compared = excused = packed = 0
     for seed in range(group * SEEDS_A_GROUP, (group + 1) * SEEDS_A_GROUP):
         case = draw(seed)
         if case is None:
             continue
         difference, lowered, outcomes = compare_case(case)
+        packed += any(message.packed for program in lowered.programs for message in sent(program))
         assert not miscounted(lowered, outcomes), f"{case}: other bytes were sent than the programs say"
         if difference.exact:
             compared += 1
@@ -53,6 +54,7 @@ def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
         warnings.warn(f"{EXCUSED}: {excused} of {SEEDS_A_GROUP}", stacklevel=1)
     assert excused <= 2, "too many differences are put down to rounding"
     assert compared >= COMPARED_AT_LEAST, "too few of the random plans could be run"
+    assert packed >= PACKED_AT_LEAST, "too few of the random plans leave zeros out"
 
 
 def test_enough_cases_are_compared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -76,7 +77,7 @@ def test_as_many_bytes_are_sent_as_the_programs_say() -> None:
     trial = make_trial(traced.graph, (images,), steps=2)
 
     def work(device: str, transport: Transport) -> Outcome:
-        return train(api.make_worker(traced, lowered, net(), device, transport), trial)
+        return train(api.make_worker(traced, lowered, copy.deepcopy(model), device, transport), trial)
 
     sent = run_in_process(lowered.plan.devices, work)
     total = sum(message.num_bytes for message in messages(lowered))
@@ -90,10 +91,10 @@ def test_losses_go_down_as_on_one_device() -> None:
     trial = replace(make_trial(traced.graph, (images,), steps=30), learning_rate=0.01)
 
     def work(device: str, transport: Transport) -> Outcome:
-        return train(api.make_worker(traced, lowered, net(), device, transport), trial)
+        return train(api.make_worker(traced, lowered, copy.deepcopy(model), device, transport), trial)
 
     found = run_in_process(lowered.plan.devices, work)[lowered.plan.devices[0]].losses
-    alone = reference(net(), traced.graph, trial).losses
+    alone = reference(copy.deepcopy(model), traced.graph, trial).losses
     assert alone[-1] < 0.9 * alone[0]
     assert found[-1] == pytest.approx(alone[-1], rel=0.02)
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from manyhands.api import lower, make_worker, plan
 from manyhands.errors import RequestError
+from manyhands.ir.graph import Graph, Pointwise
 from manyhands.ir.plan import Plan, Segment
-from manyhands.ir.program import Send
+from manyhands.ir.program import Message, Program, Send
 from manyhands.planning.lowering import Lowered
 from manyhands.runtime.inprocess import run_in_process
 from manyhands.runtime.packing import bits_bytes
@@ -29,7 +30,8 @@ from manyhands.verifying import (
     sensitivity,
     train,
 )
-from tests.loopback.random_models import random_model
+from tests.loopback.random_blocks import Lambda
+from tests.loopback.random_models import Net, random_model
 from tests.loopback.random_plans import Wish, random_wish
 
 STEPS = 3
@@ -53,21 +55,23 @@ class Case:
 
 def draw(seed: int) -> Case | None:
     """The case of a seed; None where a device would have nothing to do."""
-    rng = Random(seed)
-    model, example = _trainable(rng)
+    rng, own = Random(seed), Random(-seed - 1)
+    packed = own.random() < 0.5
+    model, example = _trainable(rng, own if packed else None)
     try:
         traced = trace(model, example)
     except RequestError as error:
         assert "overwrites memory" in str(error) or "an empty" in str(error), f"seed {seed}: {error}"
         return None
     wish = random_wish(rng, traced.graph)
+    if packed and own.random() < 0.5:
+        wish = replace(wish, fuse=rectified(traced.graph))
     try:
         chosen = plan(traced.graph, wish.num_devices, wish.strategy, shares=wish.shares, fuse=wish.fuse)
     except RequestError as error:
         assert "nothing to do" in str(error) or "cannot be cut" in str(error), f"seed {seed}: {error}"
         return None
-    room, packed = Random(seed).choice(IN_FLIGHT), Random(seed).random() < 0.5
-    chosen = replace(_redone(chosen, Random(seed)), in_flight_bytes=room, packed=packed)
+    chosen = replace(_redone(chosen, own), in_flight_bytes=own.choice(IN_FLIGHT), packed=packed)
     return Case(seed, model, traced, wish, chosen, make_trial(traced.graph, example, steps=STEPS))
 
 
@@ -85,10 +89,29 @@ def _segment(segment: Segment, refills: float, rng: Random) -> Segment:
     return replace(segment, redo=redo, refill=rng.random() < refills, bands=bands)
 
 
-def _trainable(rng: Random) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A random model that plain PyTorch can train: some overwrite what their own backward needs."""
+def rectified(graph: Graph) -> tuple[str, ...]:
+    pairs = [(layer.name, layer.operation) for layer in graph.layers]
+    return tuple(name for name, kind in pairs if isinstance(kind, Pointwise) and kind.rectifies)
+
+
+def _with_rectifiers(model: nn.Module, rng: Random) -> None:
+    """After half of its blocks."""
+    kinds = (nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), Lambda(lambda self, x: x.relu()))
+    for net in [module for module in model.modules() if isinstance(module, Net)]:
+        for index, block in enumerate(net.blocks):
+            if rng.random() < 0.5:
+                net.blocks[index] = nn.Sequential(block, copy.deepcopy(rng.choice(kinds)))
+
+
+def _trainable(rng: Random, rectifying: Random | None) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A random model that plain PyTorch can train: some overwrite what their own backward needs.
+
+    And of which something is left: rectifiers may make all of it zero.
+    """
     while True:
         model, shapes = random_model(rng)
+        if rectifying is not None:
+            _with_rectifiers(model, rectifying)
         model = model.double()
         example = tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
         trial = copy.deepcopy(model)
@@ -97,7 +120,8 @@ def _trainable(rng: Random) -> tuple[nn.Module, tuple[Tensor, ...]]:
             torch.stack([output.sum() for output in outputs]).sum().backward()
         except RuntimeError:
             continue
-        return model, example
+        if any(float(output.abs().max()) > 1e-9 for output in outputs):  # else rounding decides its signs
+            return model, example
 
 
 def compare_case(case: Case) -> tuple[Difference, Lowered, dict[str, Outcome]]:
@@ -117,11 +141,15 @@ def compare_case(case: Case) -> tuple[Difference, Lowered, dict[str, Outcome]]:
     return compare(case.traced.graph, plain, tuple(outcomes.values())), lowered, outcomes
 
 
+def sent(program: Program) -> list[Message]:
+    return [step.message for step in program.steps if isinstance(step, Send)]
+
+
 def miscounted(lowered: Lowered, outcomes: dict[str, Outcome]) -> list[str]:
     """Devices that sent more or less than their program says; of packed tiles it says only the most."""
     found = []
     for program in lowered.programs:
-        messages = [step.message for step in program.steps if isinstance(step, Send)]
+        messages = sent(program)
         whole = sum(message.num_bytes for message in messages if not message.packed)
         most = whole + sum(m.num_bytes + bits_bytes(m.tile.numel) for m in messages if m.packed)
         if not STEPS * whole <= outcomes[program.device].sent_bytes <= STEPS * most:

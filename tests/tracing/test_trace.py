@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands
-from manyhands import RequestError
+from manyhands import RequestError, api
 from manyhands.ir.graph import Along, Convolve, Graph, Mean, Mode, Pointwise, Pool, Rearrange, Take, Whole
 
 
@@ -158,6 +159,45 @@ def test_dropout_inside_what_runs_whole_is_refused() -> None:
 
     with pytest.raises(RequestError, match="odd: Odd draws random"):
         graph_of(lambda self, x: self.odd(x), odd=Odd())
+
+
+class Hooked(nn.Module):
+    """Backward of one of its modules is changed from outside."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
+        self.last = nn.Conv2d(8, 4, 3, padding=1)
+        hooked: Any = self if where == "model" else self.get_submodule(where)
+        hooked.register_full_backward_hook(lambda module, gives, given: tuple(3 * g for g in gives))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block(x * self.last.bias[0]))
+
+
+@pytest.mark.parametrize("where", ["block", "block.1", "last"])
+def test_a_hook_on_backward_is_not_forgotten(where: str) -> None:
+    torch.manual_seed(0)
+    model, images = Hooked(where), torch.randn(4, 3, 16, 16)
+    graph = api.trace(model, images).graph
+    assert api.verify(model, (images,), api.plan(graph, 2, "rows")).exact
+
+
+def test_hooks_that_no_plan_would_call_are_refused() -> None:
+    images = torch.randn(4, 3, 16, 16)
+    with pytest.raises(RequestError, match="Hooked has a hook on its backward"):
+        api.trace(Hooked("model"), images)
+    model = nn.Conv2d(3, 4, 3)
+    model.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(RequestError, match="weight has a hook on its gradient"):
+        api.trace(model, images)
+
+
+def test_a_forward_of_ones_own_is_not_forgotten() -> None:
+    model, images = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), torch.randn(4, 3, 16, 16)
+    model[0].forward = lambda x: x.flip(2).repeat(1, 2, 1, 1)  # type: ignore[method-assign]
+    graph = api.trace(model, images).graph
+    assert isinstance(graph.layers[1].operation, Whole)
 
 
 def test_a_hook_is_not_forgotten() -> None:

@@ -14,7 +14,7 @@ from manyhands.ir.profile import AXES, CARRY, POST, Factor, Line, Timing, fracti
 
 SLOPE = 0.5  # of a convolution's backward, for its weights: as many operations as for its input
 BACKWARD = 2.0  # backward over forward, where nothing was measured: gradients of inputs and of weights
-PACK_FLOPS = 100.0  # an element: packing takes as long as these, about (it is not profiled)
+PACK_FLOPS = 150.0  # an element: packing takes as long as these, about (it is not profiled)
 STEP_S = 20e-6  # to begin any other step, where nothing was measured
 
 

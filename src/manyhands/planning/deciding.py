@@ -12,7 +12,7 @@ from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Axis, Layout
 from manyhands.ir.graph import ITEM_BYTES, Graph
-from manyhands.ir.plan import Cost, Kept, Plan
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Cost, Kept, Plan
 from manyhands.planning.candidates import by_speed
 from manyhands.planning.choosing import Chooser
 from manyhands.planning.lightening import lightened
@@ -99,6 +99,7 @@ def decide(
         roomy = [option for layouts in searches for option in decider.searched(layouts, roomy=True)]
         found += [decider.with_room(option) for option in roomy if option.fits]
     tried = [trial.plan for trial in cluster.trials if trial.plan.packed and trial.plan.graph == digest]
+    tried = [plan for plan in tried if room or plan.in_flight_bytes == LEAST_IN_FLIGHT]
     known = tuple(plan for plan in (*known, *tried) if set(plan.devices) <= set(cluster.names))
     found += [decider.foresee("auto", plan) for plan in known]
     named = [decider.named(name) for name in NAMES]
@@ -110,6 +111,7 @@ def decide(
     fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
+        found.append(replace(best, name="auto"))  # so that a trial finds it as it is, too
         best = min(best, decider.packed(best), key=lambda option: _rank(option, cluster))
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
     others = (*shown, *(option for option in found if option is not best))

@@ -93,7 +93,7 @@ class Holding(Passes):
 
     def _clear(self) -> None:
         """The end of a step: what nobody asked for is let go."""
-        for held in (self.gradients, self.read_gradients, self.own_inputs):
+        for held in (self.gradients, self.read_gradients, self.own_inputs, self.gaps):
             for block in held.values():
                 self.ledger.free(block)
             held.clear()
@@ -203,8 +203,8 @@ class Holding(Passes):
         self._wait_for_sent(self.in_flight_bytes)
 
     def _pack(self, message: Message) -> None:
-        """Or unpack: beside the message a copy of the tile, a byte an element, and a bit that stays."""
-        self.ledger.touch(message.num_bytes, message.tile.numel)
+        """Or unpack: beside the message a copy of the tile, and a bit an element, which stays."""
+        self.ledger.touch(message.num_bytes)
         place = message.layer, message.segment, message.tile
         if place not in self.gaps:
             self.gaps[place] = self.ledger.new(message.tile.numel // 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Statistic
 from manyhands.ir.program import Content, Message, Program, postponed
 from manyhands.ir.wire import wire_type
@@ -22,7 +23,9 @@ class Mail:
         self.device, self.store, self.weights, self.transport = program.device, store, weights, transport
         self.late = {message.tag for message in postponed(program)}
         self.arriving: dict[int, tuple[Message, Pending, Tensor]] = {}
-        self.last: tuple[object, Tensor] | None = None  # what was packed
+        self.packed: dict[
+            tuple[str, int, Tile], Tensor
+        ] = {}  # values, while they go to one device after another
 
     def send(self, message: Message) -> None:
         """Send a copy, so that what it was taken from may change or go."""
@@ -38,16 +41,15 @@ class Mail:
         self.transport.send(copied, message.target, message.tag, patient=message.patient)
 
     def _packed(self, message: Message) -> Tensor:
-        """Without zeros. The same tile often goes to several devices, one after another."""
-        key = message.content, message.layer, message.segment, message.tile
-        if message.content is Content.VALUE and self.last is not None and self.last[0] == key:
-            return self.last[1]
-        flat, place = self._rounded(message, outgoing(self._content(message))).reshape(-1), key[1:]
+        """Without zeros."""
+        place = message.layer, message.segment, message.tile
+        if message.content is Content.VALUE and place in self.packed:
+            return self.packed[place]
+        flat = self._rounded(message, outgoing(self._content(message))).reshape(-1)
         if message.content is Content.GRADIENT:
             return self.store.gaps[place].without(flat)
-        packed, self.store.gaps[place] = pack(flat)
-        self.last = key, packed
-        return packed
+        self.packed[place], self.store.gaps[place] = pack(flat)
+        return self.packed[place]
 
     def _rounded(self, message: Message, tensor: Tensor) -> Tensor:
         """As it travels."""
@@ -83,6 +85,7 @@ class Mail:
 
     def expect(self, message: Message) -> None:
         """Let it come straight into its margin, where that is one piece of memory; else beside it."""
+        self.packed.clear()
         shape, dtype = message.tile.shape, self._dtype(message)
         if message.patient:
             shape = (message.num_bytes // dtype.itemsize,)
@@ -122,6 +125,7 @@ class Mail:
 
     def receive(self, message: Message) -> None:
         """Wait for it, and put it where it belongs."""
+        self.packed.clear()
         if message.tag in self.late and message.tag not in self.arriving:
             return  # no step before left them on their way, so they are here
         _, pending, buffer = self.arriving.pop(message.tag)
@@ -154,7 +158,8 @@ class Mail:
 
     def end_step(self) -> None:
         """Wait until everything is sent, unless the plan leaves weights on their way to this device."""
-        self.last = None
+        self.packed.clear()
+        self.store.gaps.clear()
         if not self.arriving:
             self.transport.flush()
 

@@ -38,7 +38,7 @@ from manyhands.tracing.functions import (
 from manyhands.tracing.fx import Walk, walk, where
 from manyhands.tracing.kinds import describe
 from manyhands.tracing.memory import makes_own_memory, refuse_stale_views, same_memory, same_view
-from manyhands.tracing.modules import POINTWISE_MODULES, as_function, draws_random
+from manyhands.tracing.modules import POINTWISE_MODULES, as_function, draws_random, rectified, refuse_hooks
 from manyhands.tracing.saving import with_saved
 
 
@@ -53,9 +53,9 @@ class Traced:
 
 def trace(model: nn.Module, example: Sequence[torch.Tensor]) -> Traced:
     """The graph of a model for inputs of these shapes. The example's values are never looked at."""
-    walked = walk(model, example)
-    builder = _Builder(model, walked)
-    for node in walked.calls.nodes:
+    refuse_hooks(model)
+    builder = _Builder(model, walk(model, example))
+    for node in builder.walked.calls.nodes:
         builder.visit(node)
     return builder.finish()
 
@@ -177,7 +177,7 @@ class _Builder:
     def _layer(self, node: fx.Node, kind: Kind, value: torch.Tensor) -> Ref:
         name = self._unique(str(node.target) if node.op == "call_module" else node.name)
         weights = tuple(replace(ref.parameter, role=role) for role, ref in kind.weights if ref.parameter)
-        operation = kind.operation
+        operation = rectified(kind.operation, node, self.model)
         overwrites = bool(self.walked.overwrites[node]) and not isinstance(operation, BatchNorm)
         overwrites = overwrites or (node.op != "call_module" and overwrites_by_name(node))
         own = not overwrites or self._is_alone(kind.inputs[0].layer)

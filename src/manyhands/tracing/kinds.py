@@ -90,7 +90,7 @@ def _pointwise(call: Call) -> Kind:
             n not in (1, m) for n, m in zip(padded, call.result, strict=True)
         ):
             raise Unsplittable(f"{call.function} of shapes that do not broadcast to its result")
-    return Kind(Pointwise(rectifies=call.function in ("relu", "relu6")), tensors)
+    return Kind(Pointwise(), tensors)
 
 
 def _along(position: int, default: int | None = None) -> Callable[[Call], Kind]:

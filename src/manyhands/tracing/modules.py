@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from manyhands.errors import RequestError
+from manyhands.ir.graph import Operation, Pointwise
 
 Arguments = dict[str, Any]
 
 
 def as_function(module: nn.Module) -> tuple[str, Arguments] | None:
     """Name and arguments of the function a module calls, or None for a module we do not know."""
-    if module._forward_hooks or module._forward_pre_hooks:  # it does more than its type says
-        return None
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return None  # it does more than its type says
     describe = MODULES.get(type(module))
     return describe(module) if describe else None
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Devices hold pieces of weights, and nobody runs the model as such: hooks there would be lost."""
+    if model._backward_hooks or model._backward_pre_hooks:
+        raise RequestError(f"{type(model).__name__} has a hook on its backward, which no plan would call.")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise RequestError(f"{name} has a hook on its gradient, which no plan would call.")
+
+
+def rectified(operation: Operation, node: fx.Node, model: nn.Module) -> Operation:
+    """The operation of a call; of one of torch's own rectifiers, as nothing else, with that said."""
+    if not isinstance(operation, Pointwise):
+        return operation
+    if node.op == "call_module":
+        rectifies = type(model.get_submodule(str(node.target))) in (nn.ReLU, nn.ReLU6)
+    else:
+        rectifies = node.target in RECTIFIERS.get(node.op, ())
+    return replace(operation, rectifies=rectifies)
 
 
 def draws_random(module: nn.Module) -> bool:
@@ -65,6 +91,10 @@ def _dropout(function: str) -> Callable[[nn.Module], tuple[str, Arguments]]:
     return lambda module: (function, {"p": module.p, "training": module.training})
 
 
+RECTIFIERS: dict[str, tuple[Any, ...]] = {
+    "call_function": (torch.relu, torch.relu_, F.relu, F.relu6),
+    "call_method": ("relu", "relu_"),
+}
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 RANDOM_MODULES = (nn.RReLU, nn.FractionalMaxPool2d)
 _CONVOLUTION = ("stride", "padding", "dilation", "groups")
@@ -115,4 +145,3 @@ POINTWISE_MODULES = (
 )
 for _pointwise in POINTWISE_MODULES:
     MODULES[_pointwise] = lambda module: ("identity", {})
-MODULES |= {nn.ReLU: lambda module: ("relu", {}), nn.ReLU6: lambda module: ("relu6", {})}
