@@ -248,6 +248,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove that a plan trains like one device: three steps both ways, in float64, on real processes."""
+    from dataclasses import asdict, replace
+
     from manyhands.proving import prove
     from manyhands.requests import Request
 
@@ -255,10 +257,9 @@ def verify(
     wishes = model, input, batch, cluster, default, strategy, shares, fuse
     request = Request.read(*wishes, precision="float64", wire=wire)
     chosen = request.load_plan(plan) if plan is not None else request.plan_for_all()
+    chosen = replace(chosen, wire=wire or chosen.wire)
     difference = prove(request, chosen, quiet=as_json)
     if as_json:
-        from dataclasses import asdict
-
         print(json.dumps(asdict(difference) | {"exact": difference.exact}))
     raise typer.Exit(0 if difference.exact else 1)
 

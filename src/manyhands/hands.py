@@ -113,6 +113,11 @@ class Hands:
 class Training:
     """Steps of one model on this device; every device calls the same methods in the same order."""
 
+    @property
+    def exact(self) -> bool:
+        """Does it train as one device would, to rounding? Not with a `wire`."""
+        return self.trainer.plan.exact
+
     def __init__(self, trainer: Trainer, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
         self.trainer, self.model, self.optimiser, self.steps = trainer, model, optimiser, 0
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -152,3 +152,16 @@ def test_a_job_on_two_hosts_learns_what_it_learns_on_one(tmp_path: Path) -> None
     assert crossed > sent > 6 * 6 * 3 * 12 * 5 * 8  # more than the images' lower halves
     assert (tmp_path / "pi-0" / "model.safetensors").is_file()
     assert not (tmp_path / "pi-1" / "model.safetensors").exists()
+
+
+def test_rounded_messages_train_nearly_as_well_and_are_called_not_exact(tmp_path: Path) -> None:
+    said = {}
+    for name in ("exact", "rounded"):
+        job = write_job(tmp_path / f"{name}.toml", steps=10)
+        job.write_text(job.read_text() + 'wire = "bfloat16"\n' * (name == "rounded"))
+        said[name] = events(job)[-1]
+    assert said["exact"]["exact"] is True and said["rounded"]["exact"] is False
+    assert said["rounded"]["loss"] != said["exact"]["loss"]
+    assert said["rounded"]["loss"] == pytest.approx(said["exact"]["loss"], rel=0.02)
+    sent = {name: sum(d["sent_bytes"] for d in facts["devices"].values()) for name, facts in said.items()}
+    assert sent["rounded"] < 0.9 * sent["exact"]

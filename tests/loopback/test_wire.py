@@ -59,6 +59,8 @@ def test_training_moves_by_no_more_than_rounding(
     assert 1e-6 < difference.worst < 0.05, "bfloat16 has 8 digits of two"
     assert not difference.exact and not chosen.exact
     assert api.verify(model, (images,), replace(chosen, wire=None)).exact
+    again = tuple(replace(segment, redo=1) for segment in chosen.segments)
+    assert api.verify(model, (images,), replace(chosen, segments=again)).worst < 0.05
 
 
 @pytest.mark.parametrize("strategy", ["rows", "batch", "channels"])
@@ -97,6 +99,13 @@ def test_losses_go_down_as_on_one_device() -> None:
     alone = reference(copy.deepcopy(model), traced.graph, trial).losses
     assert alone[-1] < 0.9 * alone[0]
     assert found[-1] == pytest.approx(alone[-1], rel=0.02)
+
+
+def test_one_device_sends_nothing_and_is_exact() -> None:
+    graph = api.trace(net(), torch.randn(4, 3, 16, 16)).graph
+    chosen = api.plan(graph, 1, "single", wire="bfloat16")
+    facts = summarise(api.lower(graph, chosen), Cluster((Device(chosen.devices[0]),)))
+    assert chosen.exact and plan_notes(facts)[-1].startswith("Exact")
 
 
 def test_plans_and_people_are_told() -> None:

@@ -92,11 +92,13 @@ def to_json(value: Any) -> str:
 def graph_digest(graph: Graph) -> str:
     """The digest of a graph whatever its precision: a plan made for float32 is proved in float64.
 
-    What torch keeps in memory of it does not count: that may differ between versions.
+    What torch keeps in memory of it does not count: that may differ between versions. Nor does what follows
+    from it, such as which layers rectify.
     """
     encoded = encode(graph)
     for layer in encoded["layers"]:
         del layer["saved"]
+        layer["operation"].pop("rectifies", None)
     text = json.dumps(encoded, sort_keys=True)
     for precision in ("float64", "float32", "bfloat16", "float16"):
         text = text.replace(f'"{precision}"', '"float"')

@@ -66,4 +66,4 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Same parameters as one device after the same steps, to rounding."""
-        return self.wire is None
+        return self.wire is None or len(self.devices) == 1

@@ -111,8 +111,8 @@ def decide(
     fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
-        found.append(replace(best, name="auto"))  # so that a trial finds it as it is, too
-        best = min(best, decider.packed(best), key=lambda option: _rank(option, cluster))
+        plain, best = best, min(best, decider.packed(best), key=lambda option: _rank(option, cluster))
+        found += [replace(plain, name="auto")] if best is not plain else []  # a trial may compare them
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
     others = (*shown, *(option for option in found if option is not best))
     return Decision(best and decider.with_memory(best), others)
@@ -181,7 +181,7 @@ class _Decider:
         """The same without the zeros of what travels, if that fits."""
         if not option.simulated or not option.plan.devices[1:]:
             return option
-        found = self.foresee("auto", replace(option.plan, packed=True))
+        found = self.foresee(option.name, replace(option.plan, packed=True))
         return found if found.fits else option
 
     def lightened(self, options: list[Option], searches: list[tuple[Layout, ...]]) -> list[Option]:

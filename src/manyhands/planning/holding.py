@@ -192,21 +192,24 @@ class Holding(Passes):
         of_weights = message.content in (Content.SLOPES, Content.WEIGHTS)
         if of_weights:
             bucket = self.territory.buckets[message.segment]
-            part = bucket.part(message.target if message.content is Content.SLOPES else self.device)
-            self.ledger.touch(message.num_bytes, self.slopes.copied_bytes(part))
-        if message.packed:
-            self._pack(message)
+            owner = message.target if message.content is Content.SLOPES else self.device
+            self.ledger.touch(bucket.num_bytes(owner), self.slopes.copied_bytes(bucket.part(owner)))
         self.sending[of_weights].append(self.ledger.new(message.num_bytes))
+        self._turn(message)
         for awaited, block in self.arriving.values() if of_weights else ():
             if awaited.content is message.content and not block.holders:
                 self.ledger.hold(block)
         self._wait_for_sent(self.in_flight_bytes)
 
-    def _pack(self, message: Message) -> None:
-        """Or unpack: beside the message a copy of the tile, and a bit an element, which stays."""
-        self.ledger.touch(message.num_bytes)
+    def _turn(self, message: Message) -> None:
+        """What it takes beside a message that is rounded or packed: copies, and bits, which stay."""
+        rounded = message.content in (Content.VALUE, Content.GRADIENT) and not self._as_it_is(message)
+        if not rounded and not message.packed:
+            return
+        copies = [message.num_bytes] if rounded and message.packed else []
+        self.ledger.touch(tile_bytes(self.layers[message.layer], message.tile), *copies)
         place = message.layer, message.segment, message.tile
-        if place not in self.gaps:
+        if message.packed and place not in self.gaps:
             self.gaps[place] = self.ledger.new(message.tile.numel // 8)
 
     def _wait_for_sent(self, limit_bytes: int) -> None:
@@ -236,8 +239,7 @@ class Holding(Passes):
         _, block = self.arriving.pop(message.tag)
         if not block.holders:
             self.ledger.hold(block)
-        if message.packed:
-            self._pack(message)
+        self._turn(message)
         if message.content is Content.GRADIENT:
             if not self._as_it_is(message):
                 self.ledger.free(block)

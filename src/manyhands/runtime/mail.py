@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Statistic
 from manyhands.ir.program import Content, Message, Program, postponed
 from manyhands.ir.wire import wire_type
 from manyhands.runtime.formats import incoming, outgoing, wire_shape, wire_view
 from manyhands.runtime.packing import bits_bytes, pack, unpack
-from manyhands.runtime.store import Store
+from manyhands.runtime.store import Place, Store
 from manyhands.runtime.transport import Pending, Transport
 from manyhands.runtime.weights import Weights
 
@@ -23,9 +22,7 @@ class Mail:
         self.device, self.store, self.weights, self.transport = program.device, store, weights, transport
         self.late = {message.tag for message in postponed(program)}
         self.arriving: dict[int, tuple[Message, Pending, Tensor]] = {}
-        self.packed: dict[
-            tuple[str, int, Tile], Tensor
-        ] = {}  # values, while they go to one device after another
+        self.packed: dict[Place, Tensor] = {}  # values, while they go to one device after another
 
     def send(self, message: Message) -> None:
         """Send a copy, so that what it was taken from may change or go."""
@@ -48,6 +45,8 @@ class Mail:
         flat = self._rounded(message, outgoing(self._content(message))).reshape(-1)
         if message.content is Content.GRADIENT:
             return self.store.gaps[place].without(flat)
+        if not any(key[:2] == place[:2] for key in self.packed):
+            self.packed.clear()
         self.packed[place], self.store.gaps[place] = pack(flat)
         return self.packed[place]
 

@@ -48,7 +48,8 @@ class Gaps:
 
     @staticmethod
     def read(bits: Tensor, numel: int) -> Gaps:
-        return Gaps(bits, numel, int(np.count_nonzero(np.unpackbits(bits.numpy()))))
+        parts = np.split(bits.numpy(), range(BLOCK // 8, len(bits), BLOCK // 8))
+        return Gaps(bits, numel, sum(int(np.count_nonzero(np.unpackbits(part))) for part in parts))
 
     def _others(self) -> Iterator[tuple[slice, NDArray[np.intp], slice]]:
         """Of each block, where the others are in it, and in what is packed. (Masks take far longer.)"""

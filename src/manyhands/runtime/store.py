@@ -15,6 +15,7 @@ from manyhands.runtime.norms import Moments
 from manyhands.runtime.packing import Gaps
 from manyhands.runtime.tape import Tape
 
+Place = tuple[str, int, Tile]  # of what travels: a layer's tile, for a segment
 Buffer = tuple[str, int | None]  # a layer's result, or the tile of it put together for a segment
 
 
@@ -39,7 +40,7 @@ class Store:
         self.sums: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of a norm's backward, by device
         self.moments: dict[str, Moments] = {}
         self.own_inputs: dict[str, Tensor] = {}  # a norm's input, on this device's home tile
-        self.gaps: dict[tuple[str, int, Tile], Gaps] = {}  # of tiles that travelled without their zeros
+        self.gaps: dict[Place, Gaps] = {}  # of tiles that travelled without their zeros
         self.squares: dict[str, Tensor] = {}  # of everybody's own gradients
         self.loss: float | None = None
 

@@ -45,13 +45,11 @@ class Walker(fx.Tracer):
         return _Proxy(node, self)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        before, stack, path = len(self.graph.nodes), self.module_stack.copy(), self.path_of_module(m)
-        if m._backward_hooks or m._backward_pre_hooks:
-            self.opaque[path] = "it has hooks on its backward"
-            return self.create_proxy("call_module", path, args, kwargs)
+        before, stack = len(self.graph.nodes), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
+            path = self.path_of_module(m)
             self.opaque[path] = first_line(error)
             self.module_stack = stack
             for node in list(self.graph.nodes)[before:][::-1]:

@@ -18,19 +18,25 @@ Arguments = dict[str, Any]
 
 def as_function(module: nn.Module) -> tuple[str, Arguments] | None:
     """Name and arguments of the function a module calls, or None for a module we do not know."""
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        return None  # it does more than its type says
+    if module._forward_hooks or module._forward_pre_hooks:  # it does more than its type says
+        return None
     describe = MODULES.get(type(module))
     return describe(module) if describe else None
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Devices hold pieces of weights, and nobody runs the model as such: hooks there would be lost."""
-    if model._backward_hooks or model._backward_pre_hooks:
-        raise RequestError(f"{type(model).__name__} has a hook on its backward, which no plan would call.")
+    """Nobody runs the model as such, and devices have parts of gradients: what hangs on it would be lost."""
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise RequestError(f"{type(model).__name__} has a hook on its forward, which no plan would call.")
+    for path, module in model.named_modules():
+        name = path or type(model).__name__
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise RequestError(f"{name} has a hook on its backward: devices have parts of gradients.")
+        if "forward" in vars(module):
+            raise RequestError(f"{name} has a forward of its own beside its class's. Make it a class.")
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise RequestError(f"{name} has a hook on its gradient, which no plan would call.")
+            raise RequestError(f"{name} has a hook on its gradient, of which devices have parts.")
 
 
 def rectified(operation: Operation, node: fx.Node, model: nn.Module) -> Operation:

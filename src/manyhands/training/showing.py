@@ -30,6 +30,8 @@ def train_and_show(job: Job, name: str | None, *, resume: bool, quiet: bool, as_
     folder = Path(job.folder or ".")
     recorder = Recorder(folder, limits, quiet=quiet, as_json=as_json, console=console)
     summary = train(start, recorder)
+    rounded = job.wire is not None and (start.lowered is None or not start.lowered.plan.exact)
+    summary["exact"] = job.precision != "bfloat16" and not rounded
     foreseen = forecast(start)
     summary["foreseen"] = None if foreseen is None else encode(foreseen)
     pictures = _pictures(start)
@@ -60,10 +62,10 @@ def _introduce(console: Console, start: Start) -> None:
         )
     if start.job.precision == "bfloat16":
         console.print("Note: bfloat16 is not exact to float32's rounding.", highlight=False, markup=False)
-    if start.job.wire is not None:
-        note = f"Note: NOT exact: tiles and gradients are rounded to {start.job.wire} for their way."
-        console.print(note, highlight=False, markup=False)
     if start.checkpoint is not None:
+        before = start.checkpoint.manifest.plan
+        if isinstance(before, dict) and before.get("wire"):
+            console.print("Note: what is gone on from was trained with rounded messages: NOT exact.")
         for warning in start.checkpoint.warnings:
             console.print(f"Passed over: {warning}", highlight=False, markup=False)
         console.print(
@@ -92,6 +94,8 @@ def _conclude(console: Console, job: Job, summary: dict[str, Any]) -> None:
         parts.append(f"loss {summary['loss']:.4f}")
     if "metric" in summary:
         parts.append(f"{summary['metric']} {summary['value']:.4f}")
+    if not summary["exact"]:
+        parts.append("NOT exact (bfloat16)")
     console.print("; ".join(parts) + ".", highlight=False, markup=False)
     for device, facts in summary["devices"].items():
         console.print(

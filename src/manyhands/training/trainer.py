@@ -160,7 +160,8 @@ class Trainer:
         if self._evaluator is None:
             model, example = self._untrained
             traced = trace(model.eval(), example)
-            lowered = api.lower(traced.graph, replace(self.plan, graph=graph_digest(traced.graph)))
+            plan = replace(self.plan, graph=graph_digest(traced.graph), wire=None)
+            lowered = api.lower(traced.graph, plan)
             territory = lowered.territory(self.device)
             held = self.worker.weights
             tensors = {name: held.piece(name, tile).detach() for name, tile in territory.weights.items()}
