@@ -23,7 +23,7 @@ from manyhands.ir.schedule import Chain, Disk
 from manyhands.loading import parse_bytes
 from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
-from manyhands.runtime.allocator import Room, return_freed_memory
+from manyhands.runtime.allocator import Room, fill_holes, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import Convolution, Norm, is_watched, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
@@ -110,9 +110,10 @@ class _Fitting:
         """A script that was tried, and what was found."""
         gc.collect()
         return_freed_memory()
+        fill_holes()
         chain = self._measured(None)
         return_freed_memory()
-        base = current_memory() + self.later_bytes
+        base = current_memory() + self.later_bytes + result_bytes(self.staged)
         room = int(self.budget * (1 - SPARE)) - base
         table, planning_s = self._planned(chain, room)
         least = table.least_bytes
@@ -182,7 +183,7 @@ class _Fitting:
         """Run a step, and plan again with less as long as it takes more than it may."""
         limit, allowed = int(self.budget * (1 - SPARE)), schedule.peak_bytes
         on_disk = bool(schedule.on_disk)
-        for _ in range(TRIES):
+        for tries in range(TRIES):
             disk_bytes = self._disk_bytes(schedule)
             return_freed_memory()
             before = current_memory()
@@ -192,7 +193,8 @@ class _Fitting:
             if peak <= self.budget:
                 facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule, disk_bytes)
                 return self._script(schedule, limit, step_bytes + int(MORE * peak)), facts
-            allowed, limit = allowed - (peak - self.budget), limit - (peak - self.budget)
+            above = peak - self.budget
+            allowed, limit = min(allowed, schedule.peak_bytes) - (above << tries), limit - above
             smaller = table.plan(allowed, on_disk=on_disk)
             if smaller is None:
                 raise RequestError(
@@ -357,6 +359,13 @@ def later_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> in
     missing = (w for w in model.parameters() if w.requires_grad and w.grad is None)
     gradients = sum(weight.numel() * weight.element_size() for weight in missing)
     return gradients + _state_bytes(model, optimizer)
+
+
+def result_bytes(staged: Staged) -> int:
+    """Results and their gradients, which are there from the end of forward to that of backward."""
+    names = {name for name in result_names(staged.results) if name in staged.memory}
+    memories = [{staged.memory[n] for n in ns} for ns in (names, names & staged.differentiable)]
+    return sum(staged.memory_bytes[memory] for found in memories for memory in found)
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -19,7 +19,7 @@ from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import AsWritten, Recipe
 from manyhands.runtime.replaying import Growth, Replay, Script
-from manyhands.tracing.stages import Staged
+from manyhands.tracing.stages import Staged, result_names
 
 REPEATS = 3
 PARTS, PART_ROWS = 4, 32  # of an image, where the whole is too large
@@ -342,7 +342,8 @@ def _with_times(stage: Stage, other: Stage) -> Stage:
 def _chain(staged: Staged, stages: Sequence[Stage]) -> Chain:
     numbers = {memory: n for n, memory in enumerate(dict.fromkeys(staged.memory.values()))}
     sizes = tuple(staged.memory_bytes[memory] for memory in numbers)
-    with_gradient = {staged.memory[n] for n in staged.differentiable if n in staged.memory}
+    apart = result_names(staged.results)  # held by whoever calls backward, and counted there
+    with_gradient = {staged.memory[n] for n in staged.differentiable if n in staged.memory and n not in apart}
     gradients = tuple(
         size if memory in with_gradient else 0 for memory, size in zip(numbers, sizes, strict=True)
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from rich.table import Table as View
 
-from manyhands.checkpointing.fitting import SPARE, later_bytes, with_spare
+from manyhands.checkpointing.fitting import SPARE, later_bytes, result_bytes, with_spare
 from manyhands.checkpointing.measuring import measure
 from manyhands.ir.schedule import Disk
 from manyhands.loading import load_model
@@ -49,7 +49,7 @@ def survey(name: str, shapes: Shapes, batch: int, disk: Disk | None = None) -> R
     return_freed_memory()
     chain, _ = measure(cut, recipes, images, model, 2, resident=True)
     return_freed_memory()
-    base = current_memory() + later_bytes(model, None)
+    base = current_memory() + later_bytes(model, None) + result_bytes(cut)
     everything = plain(chain)
     table = Table(chain, everything.peak_bytes, disk=disk)
     seconds = table.seconds

@@ -11,6 +11,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # that glibc takes
 _NEVER = 2**31 - 1
 _THRESHOLD = 128 << 10
+_LARGEST_HOLE = 1 << 30
 
 
 def return_freed_memory(threshold_bytes: int = _THRESHOLD) -> bool:
@@ -28,6 +29,41 @@ def _returning(threshold_bytes: int) -> dict[int, int]:
 def keep_freed_memory() -> bool:
     """Freed blocks are kept and used again, so their pages need not be made anew. False: not glibc."""
     return _set({_MMAP_THRESHOLD: _LARGEST_THRESHOLD, _TRIM_THRESHOLD: _NEVER, _ARENA_MAX: 2})
+
+
+def fill_holes() -> int:
+    """Take the free places between blocks in use, for good: their pages are not made. How many bytes.
+
+    glibc puts a large block into such a place before it gives it pages of its own, and keeps it there when
+    it is freed; so what a process takes would depend on what was computed in it before.
+    """
+    malloc, free, count = _libc("malloc"), _libc("free"), _libc("mallinfo2") or _libc("mallinfo")
+    if malloc is None or count is None:
+        return 0
+    malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    count.restype = _Blocks if _libc("mallinfo2") is not None else _FewBlocks
+    size, taken = _LARGEST_HOLE, 0
+    while size >= _THRESHOLD:
+        before = count().hblks
+        block = malloc(size)
+        if block is None or count().hblks > before:  # there was no place: it has pages of its own
+            free(block)
+            size //= 2
+        else:
+            taken += size
+    return taken
+
+
+class _Blocks(ctypes.Structure):
+    """What glibc tells of its blocks: after three other numbers, how many have pages of their own."""
+
+    _fields_ = [("others", ctypes.c_size_t * 3), ("hblks", ctypes.c_size_t), ("more", ctypes.c_size_t * 6)]
+
+
+class _FewBlocks(ctypes.Structure):
+    """The same before glibc 2.33."""
+
+    _fields_ = [("others", ctypes.c_int * 3), ("hblks", ctypes.c_int), ("more", ctypes.c_int * 6)]
 
 
 class Room:

@@ -1,0 +1,63 @@
+"""What a process takes does not depend on what was computed in it before. Each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from torch import nn
+
+import manyhands
+from manyhands.checkpointing.fitted import Fit
+from manyhands.runtime.allocator import fill_holes, keep_freed_memory, return_freed_memory
+from manyhands.runtime.process import current_memory
+
+MB = 1 << 20
+
+
+def _apart(work: Callable[[], None]) -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(work).result()
+
+
+def test_large_blocks_go_back_once_holes_are_filled() -> None:
+    _apart(_leave_holes)
+
+
+def _leave_holes() -> None:
+    keep_freed_memory()
+    blocks = [torch.ones(MB) for _ in range(40)]
+    del blocks[3::5], blocks[2::4]
+    return_freed_memory()
+    assert _left_behind() > 8 * MB, "there are no holes to fill, so this test shows nothing"
+    return_freed_memory()
+    before = current_memory()
+    assert fill_holes() > 16 * MB
+    assert current_memory() < before + MB
+    assert _left_behind() < MB
+
+
+def _left_behind() -> int:
+    before = current_memory()
+    blocks = [torch.ones(MB) for _ in range(4)]
+    del blocks
+    return current_memory() - before
+
+
+def test_the_smallest_budget_that_fit_names_is_enough_after_other_work() -> None:
+    _apart(_fit_after_other_work)
+
+
+def _fit_after_other_work() -> None:
+    """A result as large as any state, which whoever calls the model holds, as its gradient is."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(*(nn.Conv2d(96, 96, 3, padding=1) for _ in range(8)))
+    images = torch.randn(16, 96, 32, 32)
+    wide(images).square().mean().backward()
+    wide.zero_grad()
+    facts: Fit = manyhands.fit(wide, images, "64GB").fit  # type: ignore[assignment]
+    least = int(1.01 * facts.least_bytes)  # what was imported meanwhile
+    again: Fit = manyhands.fit(wide, images, least).fit  # type: ignore[assignment]
+    assert 0.96 * least < again.foreseen_bytes <= least
