@@ -11,6 +11,9 @@ from torch import nn
 
 import manyhands
 from manyhands.checkpointing.fitted import Fit
+from manyhands.checkpointing.fitting import less
+from manyhands.ir.schedule import Chain, Mode, Stage
+from manyhands.planning.checkpoints import Table, plain
 from manyhands.runtime.allocator import fill_holes, keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory
 
@@ -27,6 +30,7 @@ def test_large_blocks_go_back_once_holes_are_filled() -> None:
 
 
 def _leave_holes() -> None:
+    torch.set_num_threads(1)
     keep_freed_memory()
     blocks = [torch.ones(MB) for _ in range(40)]
     del blocks[3::5], blocks[2::4]
@@ -61,3 +65,17 @@ def _fit_after_other_work() -> None:
     least = int(1.01 * facts.least_bytes)  # what was imported meanwhile
     again: Fit = manyhands.fit(wide, images, least).fit  # type: ignore[assignment]
     assert 0.96 * least < again.foreseen_bytes <= least
+
+
+def test_the_smallest_schedule_is_tried_before_giving_up() -> None:
+    mode = Mode(frozenset({0, 1}), 0, 100, 100, 1.0, 1.0, 1.0, 1.0)
+    stages = tuple(Stage(str(n), 1.0, 1.0, 100, 0, (mode,)) for n in range(4))
+    chain = Chain((100,) * 5, (100,) * 5, stages, tuple(frozenset({n}) for n in range(5)))
+    everything = plain(chain)
+    table = Table(chain, 2 * everything.peak_bytes)
+    least = table.least_bytes
+    assert least is not None and least < everything.peak_bytes
+    assert less(table, everything, 1) == everything.peak_bytes - 1
+    assert less(table, everything, everything.peak_bytes) == least
+    smallest = table.plan(least)
+    assert smallest is not None and less(table, smallest, 1) < smallest.peak_bytes

@@ -181,7 +181,7 @@ class _Fitting:
 
     def _tried(self, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
         """Run a step, and plan again with less as long as it takes more than it may."""
-        limit, allowed = int(self.budget * (1 - SPARE)), schedule.peak_bytes
+        limit = int(self.budget * (1 - SPARE))
         on_disk = bool(schedule.on_disk)
         for tries in range(TRIES):
             disk_bytes = self._disk_bytes(schedule)
@@ -194,8 +194,8 @@ class _Fitting:
                 facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule, disk_bytes)
                 return self._script(schedule, limit, step_bytes + int(MORE * peak)), facts
             above = peak - self.budget
-            allowed, limit = min(allowed, schedule.peak_bytes) - (above << tries), limit - above
-            smaller = table.plan(allowed, on_disk=on_disk)
+            limit -= above
+            smaller = table.plan(less(table, schedule, above << tries), on_disk=on_disk)
             if smaller is None:
                 raise RequestError(
                     f"a step took {amount(peak)} where {amount(self.budget)} are allowed, and no schedule "
@@ -307,9 +307,17 @@ class _Fitting:
     def _too_little(self, need: int, base: int, stage: str, how: str = "") -> RequestError:
         return RequestError(
             f"{amount(self.budget)} are too little: the smallest schedule needs {how}{amount(need)}, of "
-            f"which {amount(base)} are the process, weights, gradients and the optimiser's state; {stage} "
-            "needs most of the rest. Allow that much, or try a smaller batch or image."
+            f"which {amount(base)} are the process, weights, gradients, results and the optimiser's state; "
+            f"{stage} needs most of the rest. Allow that much, or try a smaller batch or image."
         )
+
+
+def less(table: Table, schedule: Checkpoints, by_bytes: int) -> int:
+    """What the next schedule may take. The smallest one is tried before giving up."""
+    least = table.least_bytes
+    assert least is not None
+    fewer = schedule.peak_bytes - by_bytes
+    return max(fewer, least) if schedule.peak_bytes > least else fewer
 
 
 def with_spare(num_bytes: int) -> int:
@@ -363,9 +371,9 @@ def later_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> in
 
 def result_bytes(staged: Staged) -> int:
     """Results and their gradients, which are there from the end of forward to that of backward."""
-    names = {name for name in result_names(staged.results) if name in staged.memory}
-    memories = [{staged.memory[n] for n in ns} for ns in (names, names & staged.differentiable)]
-    return sum(staged.memory_bytes[memory] for found in memories for memory in found)
+    with_gradient = {staged.memory[n] for n in staged.differentiable if n in staged.memory}
+    both = (staged.given_away, staged.given_away & with_gradient)
+    return sum(staged.memory_bytes[memory] for memories in both for memory in memories)
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

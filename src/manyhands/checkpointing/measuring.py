@@ -19,7 +19,7 @@ from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
 from manyhands.runtime.recipes import AsWritten, Recipe
 from manyhands.runtime.replaying import Growth, Replay, Script
-from manyhands.tracing.stages import Staged, result_names
+from manyhands.tracing.stages import Staged
 
 REPEATS = 3
 PARTS, PART_ROWS = 4, 32  # of an image, where the whole is too large
@@ -327,7 +327,8 @@ def measure(
             del replay
     if keeping is not None:
         return replace(keeping, stages=tuple(stages)), tuple(growths)
-    return _chain(staged, stages), tuple(growths)
+    # Results and their gradients are held by whoever calls the model: that is the process's, not a stage's.
+    return _chain(staged, stages, staged.unread if resident else frozenset()), tuple(growths)
 
 
 def _with_times(stage: Stage, other: Stage) -> Stage:
@@ -339,11 +340,11 @@ def _with_times(stage: Stage, other: Stage) -> Stage:
     return replace(stage, first_s=other.first_s, again_s=other.again_s, modes=modes)
 
 
-def _chain(staged: Staged, stages: Sequence[Stage]) -> Chain:
+def _chain(staged: Staged, stages: Sequence[Stage], apart: frozenset[int]) -> Chain:
+    """`apart`: memory that is counted elsewhere, gradients too."""
     numbers = {memory: n for n, memory in enumerate(dict.fromkeys(staged.memory.values()))}
-    sizes = tuple(staged.memory_bytes[memory] for memory in numbers)
-    apart = result_names(staged.results)  # held by whoever calls backward, and counted there
-    with_gradient = {staged.memory[n] for n in staged.differentiable if n in staged.memory and n not in apart}
+    sizes = tuple(0 if memory in apart else staged.memory_bytes[memory] for memory in numbers)
+    with_gradient = {staged.memory[n] for n in staged.differentiable if n in staged.memory} - apart
     gradients = tuple(
         size if memory in with_gradient else 0 for memory, size in zip(numbers, sizes, strict=True)
     )

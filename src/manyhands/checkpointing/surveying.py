@@ -15,7 +15,7 @@ from manyhands.ir.schedule import Disk
 from manyhands.loading import load_model
 from manyhands.planning.checkpoints import Table, plain
 from manyhands.reporting.text import amount
-from manyhands.runtime.allocator import return_freed_memory
+from manyhands.runtime.allocator import fill_holes, return_freed_memory
 from manyhands.runtime.process import current_memory
 from manyhands.runtime.recipes import recipe_for
 from manyhands.tracing.stages import staged
@@ -47,6 +47,7 @@ def survey(name: str, shapes: Shapes, batch: int, disk: Disk | None = None) -> R
     cut = staged(model, images)
     recipes = [recipe_for(code) for code in cut.stages]
     return_freed_memory()
+    fill_holes()
     chain, _ = measure(cut, recipes, images, model, 2, resident=True)
     return_freed_memory()
     base = current_memory() + later_bytes(model, None) + result_bytes(cut)

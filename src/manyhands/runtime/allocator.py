@@ -11,7 +11,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # that glibc takes
 _NEVER = 2**31 - 1
 _THRESHOLD = 128 << 10
-_LARGEST_HOLE = 1 << 30
 
 
 def return_freed_memory(threshold_bytes: int = _THRESHOLD) -> bool:
@@ -32,7 +31,7 @@ def keep_freed_memory() -> bool:
 
 
 def fill_holes() -> int:
-    """Take the free places between blocks in use, for good: their pages are not made. How many bytes.
+    """Take the larger free places between blocks in use, for good: their pages are not made. How many bytes.
 
     glibc puts a large block into such a place before it gives it pages of its own, and keeps it there when
     it is freed; so what a process takes would depend on what was computed in it before.
@@ -42,8 +41,9 @@ def fill_holes() -> int:
         return 0
     malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     count.restype = _Blocks if _libc("mallinfo2") is not None else _FewBlocks
-    size, taken = _LARGEST_HOLE, 0
-    while size >= _THRESHOLD:
+    holes = size = count().fordblks
+    taken = 0
+    while size >= _THRESHOLD and taken < holes:
         before = count().hblks
         block = malloc(size)
         if block is None or count().hblks > before:  # there was no place: it has pages of its own
@@ -55,15 +55,27 @@ def fill_holes() -> int:
 
 
 class _Blocks(ctypes.Structure):
-    """What glibc tells of its blocks: after three other numbers, how many have pages of their own."""
+    """What glibc tells: how many blocks have pages of their own, and what is free among others."""
 
-    _fields_ = [("others", ctypes.c_size_t * 3), ("hblks", ctypes.c_size_t), ("more", ctypes.c_size_t * 6)]
+    _fields_ = [
+        ("before", ctypes.c_size_t * 3),
+        ("hblks", ctypes.c_size_t),
+        ("between", ctypes.c_size_t * 4),
+        ("fordblks", ctypes.c_size_t),
+        ("after", ctypes.c_size_t),
+    ]
 
 
 class _FewBlocks(ctypes.Structure):
     """The same before glibc 2.33."""
 
-    _fields_ = [("others", ctypes.c_int * 3), ("hblks", ctypes.c_int), ("more", ctypes.c_int * 6)]
+    _fields_ = [
+        ("before", ctypes.c_int * 3),
+        ("hblks", ctypes.c_int),
+        ("between", ctypes.c_int * 4),
+        ("fordblks", ctypes.c_int),
+        ("after", ctypes.c_int),
+    ]
 
 
 class Room:

@@ -84,6 +84,17 @@ class Staged:
     memory: dict[str, int]  # names of tensors in states -> which piece of memory; views share one
     memory_bytes: dict[int, int]
 
+    @property
+    def given_away(self) -> frozenset[int]:
+        """Memory of results; but for inputs, that was there before."""
+        given = {self.memory[name] for name in result_names(self.results) if name in self.memory}
+        return frozenset(given - {self.memory[name] for name in self.inputs if name in self.memory})
+
+    @property
+    def unread(self) -> frozenset[int]:
+        """Memory of results that no stage reads."""
+        return self.given_away - {self.memory.get(name) for code in self.stages for name in code.reads}
+
 
 def staged(model: nn.Module, example: Sequence[Tensor]) -> Staged:
     """Cut a model wherever it can be cut."""
