@@ -100,7 +100,7 @@ def _train_with_disk(here: Path) -> None:
     images = torch.randn(16, 192, 24, 24)
     expected = _train(copy.deepcopy(wide), images, steps=1)
     free: Fit = manyhands.fit(wide, images, PLENTY).fit  # type: ignore[assignment]
-    budget = free.least_bytes + (free.plain_bytes - free.least_bytes) // 3
+    budget = free.least_bytes + (free.plain_bytes - free.least_bytes) // 10  # much is computed again there
     fitted = manyhands.fit(wide, images, budget, disk=here)
     facts: Fit = fitted.fit  # type: ignore[assignment]
     assert facts.disk_bytes >= images.nbytes and facts.schedule.on_disk
