@@ -173,7 +173,7 @@ def _one_by_one(trial: Trial, mode: int, blind: bool) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("blind", [False, True])
 def test_a_model_with_much_that_is_odd(mode: int, blind: bool) -> None:
     torch.manual_seed(0)

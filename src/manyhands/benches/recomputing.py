@@ -51,13 +51,16 @@ class Point:
     memory: float
     time: float
     exact: bool  # gradients and running statistics are those of plain training, to the bit
+    room: float | None = None  # the memory that it may take
     limit: float | None = None  # of time, where something has to be reached
     rival: float | None = None  # the time of the peer that needs as much memory
 
     @property
     def within(self) -> bool:
-        below = self.limit is None or self.time <= self.limit
-        return below and (self.rival is None or self.time <= self.rival) and (self.who != OURS or self.exact)
+        most = (self.memory, self.room), (self.time, self.limit), (self.time, self.rival)
+        return all(bound is None or found <= bound for found, bound in most) and (
+            self.who != OURS or self.exact
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,11 @@ class Result:
     plain_bytes: int
     plain_s: float
     points: tuple[Point, ...]
+    unreached: tuple[str, ...]  # memory with which there is no schedule
 
     @property
     def within(self) -> bool:
-        return all(point.within for point in self.points)
+        return not self.unreached and all(point.within for point in self.points)
 
 
 Step = Callable[[], None]
@@ -191,43 +195,48 @@ def _race(name: str, rounds: int, compiled: bool, tell: Tell) -> Result:
     steps: dict[str, Step] = {}
     points: dict[str, Point] = {}
 
-    def add(who: str, what: str, step: Step, limit: float | None = None, part: float | None = None) -> str:
+    def add(who: str, what: str, step: Step, part: float | None = None) -> str:
         key = f"{who} {what}"
         steps[key] = step
         part = part or track.bytes_of(step) / track.plain_bytes
-        points[key] = Point(who, what, part, 0.0, track.is_exact(step), limit)
+        points[key] = Point(who, what, part, 0.0, track.is_exact(step))
         return key
 
-    def match(peer: str, part: float) -> None:
-        mine = within(int(part * track.plain_bytes))
-        if mine is not None:
-            rivals[add(OURS, f"as much as {points[peer].what}", mine)] = peer
+    def add_ours(what: str, room: float, limit: float | None = None, rival: str | None = None) -> None:
+        step = within(int(room * track.plain_bytes))
+        if step is None:
+            unreached.append(what)
+            return
+        key = add(OURS, what, step)
+        points[key] = replace(points[key], room=room, limit=limit)
+        if rival is not None:
+            rivals[key] = rival
 
     rivals: dict[str, str] = {}
+    unreached: list[str] = []
     for budget in COMPILED_BUDGETS if compiled else ():
         tell(f"{name}: compiling for {budget:.0%}")
         step = track.compiled(budget)
         part = track.grown_bytes(step) / track.grown_bytes(track.plain)
         peer = add(COMPILED, f"budget {budget:g}", step, part=part)
         if part < 1:
-            match(peer, part)
+            add_ours(f"as much as {points[peer].what}", part, rival=peer)
     lowest = 1.0
     for segments, step in track.peers().items():
         tell(f"{name}: memory of {segments} segments")
         part = track.bytes_of(step) / track.plain_bytes
         if part < lowest:  # another needs no more, and computes no more a second time
             lowest = part
-            match(add(THEIRS, f"{segments} segments", step), part)
+            peer = add(THEIRS, f"{segments} segments", step)
+            add_ours(f"as much as {points[peer].what}", part, rival=peer)
     for part, limit in TARGETS.get(name, ()):
-        mine = within(int(part * track.plain_bytes))
-        if mine is not None:
-            add(OURS, f"{part:.0%}", mine, limit)
+        add_ours(f"{part:.0%}", part, limit)
     plain_s, ratios = _in_turns(track.plain, steps, rounds, tell)
     found = tuple(
         replace(point, time=ratios[key], rival=ratios[rivals[key]] if key in rivals else None)
         for key, point in points.items()
     )
-    return Result(name, track.plain_bytes, plain_s, found)
+    return Result(name, track.plain_bytes, plain_s, found, tuple(unreached))
 
 
 def _in_turns(plain: Step, steps: dict[str, Step], rounds: int, tell: Tell) -> tuple[float, dict[str, float]]:
@@ -265,7 +274,8 @@ def table(results: tuple[Result, ...]) -> Group:
 
 def _table(result: Result) -> Table:
     title = f"{result.model}: plain makes {result.plain_bytes / 2**20:.1f} MiB, {result.plain_s:.2f} s a step"
-    table = Table(title=title)
+    missing = f"no schedule with {', '.join(result.unreached)} (!)" if result.unreached else None
+    table = Table(title=title, caption=missing)
     for heading in ("who", "how", "memory", "time", "at most", "exact"):
         table.add_column(heading, justify="left" if heading in ("who", "how") else "right")
     for point in sorted(result.points, key=lambda point: (-point.memory, point.who)):

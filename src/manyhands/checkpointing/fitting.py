@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.checkpointing.fitted import Fit, fitted, is_hooked
+from manyhands.checkpointing.lasting import later_bytes, result_bytes, state_bytes
 from manyhands.checkpointing.measuring import measure, untouched
 from manyhands.consoles import busy
 from manyhands.errors import RequestError, RunError
@@ -99,7 +99,7 @@ class _Fitting:
         self.model, self.inputs, self.budget = model, inputs, budget
         self.staged = _staged(model, inputs)
         self.recipes = [recipe_for(code) for code in self.staged.stages]
-        self.state_bytes = _state_bytes(model, optimizer)  # of the optimiser, that is not there yet
+        self.state_bytes = state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = later_bytes(model, optimizer)
         self.growths: tuple[Growth, ...] = ()
         self.keep = False  # is there room to keep what is freed?
@@ -127,7 +127,9 @@ class _Fitting:
             self.keep, chain = True, self._measured(chain)
             table, planning_s = self._planned(chain, room)
             parts = ROOM_TO_REUSE
-        best = self._best(table, [int(room * part) for part in parts])
+        schedules = self._schedules(table, [int(room * part) for part in parts])
+        del table  # as large as some tensors
+        best = self._best(schedules, lambda: self._planned(chain, room)[0])
         everything = plain(chain)
         facts = replace(
             best[1],
@@ -150,14 +152,18 @@ class _Fitting:
             table = Table(chain, min(room, 2 * most), disk=self.disk)
         return table, time.perf_counter() - started
 
-    def _best(self, table: Table, rooms: list[int]) -> tuple[Script, Fit]:
-        """Of schedules for different room, with a disk and without, the one that was quickest when tried."""
+    def _schedules(self, table: Table, rooms: list[int]) -> list[Checkpoints]:
+        """For different room, with a disk and without."""
         ways = (True, False) if self.disk else (False,)
         found = [table.plan(room, on_disk=on_disk) for room in rooms for on_disk in ways]
+        return list({each.actions: each for each in found if each is not None}.values())
+
+    def _best(self, schedules: list[Checkpoints], plan_again: Callable[[], Table]) -> tuple[Script, Fit]:
+        """Of several schedules, the one that was quickest when tried."""
         tried, refused = [], None  # the first reason
-        for schedule in {each.actions: each for each in found if each is not None}.values():
+        for schedule in schedules:
             try:
-                tried.append(self._tried(table, schedule))
+                tried.append(self._tried(schedule, plan_again))
             except (RequestError, RunError) as error:
                 refused = refused or error
         if not tried:
@@ -179,7 +185,7 @@ class _Fitting:
         self.growths = growths
         return chain
 
-    def _tried(self, table: Table, schedule: Checkpoints) -> tuple[Script, Fit]:
+    def _tried(self, schedule: Checkpoints, plan_again: Callable[[], Table]) -> tuple[Script, Fit]:
         """Run a step, and plan again with less as long as it takes more than it may."""
         limit = int(self.budget * (1 - SPARE))
         on_disk = bool(schedule.on_disk)
@@ -195,7 +201,9 @@ class _Fitting:
                 return self._script(schedule, limit, step_bytes + int(MORE * peak)), facts
             above = peak - self.budget
             limit -= above
+            table = plan_again()
             smaller = table.plan(less(table, schedule, above << tries), on_disk=on_disk)
+            del table
             if smaller is None:
                 raise RequestError(
                     f"a step took {amount(peak)} where {amount(self.budget)} are allowed, and no schedule "
@@ -360,41 +368,3 @@ def _refuse_hooked_and_shared(cut: Staged) -> None:
                 f"a weight of {tuple(weight.shape)} is used in several places, and has hooks or is used "
                 "twice in one of them: its gradient would not be that of torch to the bit."
             )
-
-
-def later_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Gradients and the optimiser's state, as far as they are not there yet."""
-    missing = (w for w in model.parameters() if w.requires_grad and w.grad is None)
-    gradients = sum(weight.numel() * weight.element_size() for weight in missing)
-    return gradients + _state_bytes(model, optimizer)
-
-
-def result_bytes(staged: Staged) -> int:
-    """Results and their gradients, which are there from the end of forward to that of backward."""
-    with_gradient = {staged.memory[n] for n in staged.differentiable if n in staged.memory}
-    both = (staged.given_away, staged.given_away & with_gradient)
-    return sum(staged.memory_bytes[memory] for memories in both for memory in memories)
-
-
-def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """What the optimiser keeps from its first step on, of weights of which it has nothing yet."""
-    if optimizer is None:  # as SGD with momentum
-        return sum(w.numel() * w.element_size() for w in model.parameters() if w.requires_grad)
-    return sum(
-        int(_copies(optimizer, group) * weight.numel() * weight.element_size())
-        for group in optimizer.param_groups
-        for weight in group["params"]
-        if weight.requires_grad and weight not in optimizer.state
-    )
-
-
-def _copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    """How many times a weight's own size an optimiser keeps of it, asked of one that has a small weight."""
-    weight = nn.Parameter(torch.zeros(8, 8))
-    weight.grad = torch.zeros(8, 8)
-    settings = {key: value for key, value in group.items() if key != "params"}
-    kind: Any = type(optimizer)
-    twin = kind([{"params": [weight], **settings}])
-    twin.step()
-    kept = [value for value in twin.state[weight].values() if isinstance(value, Tensor)]
-    return sum(value.numel() * value.element_size() for value in kept if value.numel() > 1) / 256

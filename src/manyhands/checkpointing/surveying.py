@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from rich.table import Table as View
 
-from manyhands.checkpointing.fitting import SPARE, later_bytes, result_bytes, with_spare
+from manyhands.checkpointing.fitting import SPARE, with_spare
+from manyhands.checkpointing.lasting import later_bytes, result_bytes
 from manyhands.checkpointing.measuring import measure
 from manyhands.ir.schedule import Disk
 from manyhands.loading import load_model

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from manyhands.ir.schedule import Action, Advance, Back, Chain, Disk, Mode, Restore, Store, Tape
 
 Seconds = NDArray[np.float32]  # by slots, or by parts and slots
-SLOTS = 320  # into which memory is divided
-LONG = 150  # stages, from which on there are fewer
+SLOTS = 640  # into which memory is divided
 FEW = 70  # stages, up to which any state may be stored
 _TAPED = -1  # a decision: tape the first stage in its first mode, -2 in its second; others: store that state
 
@@ -37,8 +36,7 @@ class Table:
         self, chain: Chain, memory_bytes: int, slots: int | None = None, disk: Disk | None = None
     ) -> None:
         self.chain, length = chain, len(chain.stages)
-        slots = slots or (SLOTS if length < LONG else SLOTS * LONG // length)
-        self.slot_bytes = _slot_bytes(chain, memory_bytes, slots)
+        self.slot_bytes = _slot_bytes(chain, memory_bytes, slots or SLOTS)
         self.slots = max(0, self._slots_in(memory_bytes))
         self.rests = np.array(_rests(chain))
         self.carried = _carried(chain)

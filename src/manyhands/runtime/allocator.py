@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from functools import cache
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from malloc.h
@@ -40,7 +41,7 @@ def fill_holes() -> int:
     if malloc is None or count is None:
         return 0
     malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    count.restype = _Blocks if _libc("mallinfo2") is not None else _FewBlocks
+    count.restype = _blocks(ctypes.c_int if _libc("mallinfo2") is None else ctypes.c_size_t)
     holes = size = count().fordblks
     taken = 0
     while size >= _THRESHOLD and taken < holes:
@@ -54,28 +55,11 @@ def fill_holes() -> int:
     return taken
 
 
-class _Blocks(ctypes.Structure):
+@cache
+def _blocks(number: Any) -> type[ctypes.Structure]:
     """What glibc tells: how many blocks have pages of their own, and what is free among others."""
-
-    _fields_ = [
-        ("before", ctypes.c_size_t * 3),
-        ("hblks", ctypes.c_size_t),
-        ("between", ctypes.c_size_t * 4),
-        ("fordblks", ctypes.c_size_t),
-        ("after", ctypes.c_size_t),
-    ]
-
-
-class _FewBlocks(ctypes.Structure):
-    """The same before glibc 2.33."""
-
-    _fields_ = [
-        ("before", ctypes.c_int * 3),
-        ("hblks", ctypes.c_int),
-        ("between", ctypes.c_int * 4),
-        ("fordblks", ctypes.c_int),
-        ("after", ctypes.c_int),
-    ]
+    names = ("before", number * 3), ("hblks", number), ("between", number * 4), ("fordblks", number)
+    return type("Blocks", (ctypes.Structure,), {"_fields_": [*names, ("after", number)]})
 
 
 class Room:
@@ -120,6 +104,7 @@ class Room:
         return int(os.pread(self._statm, 64, 0).split()[1]) * self._page_bytes
 
 
+@cache
 def _libc(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 

@@ -2,7 +2,7 @@
 
 - A convolution whose result nobody reads is not computed for its backward, which may go in parts.
 - A batch norm, with an addition and an activation behind it: its statistics are measured once, its gradient
-  takes the place of the one that came, and the activation keeps its result or one bit an element.
+  may take the place of the one that came, and the activation keeps its result or one bit an element.
 - A max pool keeps one byte for each result, where in its window it was; torch keeps eight and the input.
 """
 
@@ -81,6 +81,10 @@ class Recipe(Protocol):
         """Is nothing computed where nobody reads the result?"""
         ...
 
+    def is_settled(self, values: Values) -> bool:
+        """Does it draw no random numbers, and change nothing when it is computed again?"""
+        ...
+
     def run(self, values: Values, notes: Notes, order: Order) -> Values: ...
 
 
@@ -113,6 +117,9 @@ class AsWritten:
     modes: int = 1
     sees_blind: bool = False
 
+    def is_settled(self, values: Values) -> bool:
+        return False  # nobody knows
+
     def run(self, values: Values, notes: Notes, order: Order) -> Values:
         return self.code.run(values)
 
@@ -125,6 +132,9 @@ class Convolution:
     module: nn.Conv2d
     modes: int = 2
     sees_blind: bool = True
+
+    def is_settled(self, values: Values) -> bool:
+        return True
 
     def run(self, values: Values, notes: Notes, order: Order) -> Values:
         if not (order.blind or order.mode):
@@ -182,6 +192,9 @@ class Pool:
     modes: int = 2
     sees_blind: bool = False
 
+    def is_settled(self, values: Values) -> bool:
+        return True
+
     def run(self, values: Values, notes: Notes, order: Order) -> Values:
         images = values[self.code.reads[0]]
         if not (order.taped and order.mode and images.dim() == 4 and images.is_contiguous()):
@@ -215,7 +228,11 @@ class _Pooled(Function):
 
 @dataclass(frozen=True)
 class Norm:
-    """A batch norm in training, perhaps with an addition and an activation behind it."""
+    """A batch norm in training, perhaps with an addition and an activation behind it.
+
+    In its second mode its gradient takes the place of the one that came, block by block; in its third, the
+    activation keeps bits besides.
+    """
 
     code: Code
     module: nn.BatchNorm2d
@@ -225,18 +242,23 @@ class Norm:
 
     @property
     def modes(self) -> int:
-        return 1 if self.activation is None else 2
+        return 2 if self.activation is None else 3
 
     @property
     def _images(self) -> str:
         return str(self.code.calls[0].all_input_nodes[0].name)
 
+    def is_settled(self, values: Values) -> bool:
+        """So it is computed in a way of its own, which sees to that; of some images, as it is written."""
+        images = values[self._images]
+        fits = images.dtype == torch.float32 and images.dim() == 4 and images.is_contiguous()
+        return fits and (self.added is None or _like(values[self.added], images))
+
     def run(self, values: Values, notes: Notes, order: Order) -> Values:
+        if not self.is_settled(values):
+            return self.code.run(values)
         images = values[self._images]
         added = None if self.added is None else values[self.added]
-        fits = images.dtype == torch.float32 and images.dim() == 4 and images.is_contiguous()
-        if not fits or (added is not None and not _like(added, images)):
-            return self.code.run(values)
         values.clear()
         (name,) = self.code.makes
         if not order.taped:
@@ -290,8 +312,8 @@ class _Normed(Function):
         activation = recipe.activation
         seen = None
         if activation is not None:
-            seen = packed(activation.passes(result)) if mode else result
-        ctx.packed = bool(mode)
+            seen = packed(activation.passes(result)) if mode == 2 else result
+        ctx.mode = mode
         ctx.save_for_backward(images, weight, seen)
         return result
 
@@ -302,7 +324,7 @@ class _Normed(Function):
         gradient, alone = gradients[0], ctx.box.alone
         activation = ctx.recipe.activation
         if activation is not None:
-            if ctx.packed:
+            if ctx.mode == 2:
                 gradient = masked(gradient, seen, activation, in_place=alone)
             else:
                 gradient = activation.backward(gradient, seen, in_place=alone)
@@ -316,6 +338,7 @@ class _Normed(Function):
             ctx.statistics,
             ctx.recipe.module.eps,
             wanted=(wants_images, *ctx.needs_input_grad[2:4]),
+            in_blocks=ctx.mode > 0,
             in_place=alone and not wants_added,
         )
         return found[0], gradient if wants_added else None, *found[1:], None, None, None, None

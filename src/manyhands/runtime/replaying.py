@@ -160,8 +160,8 @@ class Replay:
             self._script.room.make(self._script.growths[stage].forward)
         values = {name: self._present[name] for name in code.reads}
         self._present = self._carried(stage)
-        with torch.no_grad(), self._as_the_first_time(stage):
-            self._present |= self._script.recipes[stage].run(values, self._notes[stage], Order(taped=False))
+        with torch.no_grad():
+            self._present |= self._made(stage, values, Order(taped=False))
 
     def _carried(self, stage: int) -> Values:
         """What of the present state is still there after a stage."""
@@ -181,8 +181,7 @@ class Replay:
             once = isinstance(self._script.recipes[stage], Convolution | Norm | Pool)  # and not several times
             again = {name: values[name] for name in carried if name in taped.sources and not once}
             self._present = {}  # what nobody needs any more is freed while the stage runs
-            with self._as_the_first_time(stage):
-                made = self._script.recipes[stage].run(values, self._notes[stage], order)
+            made = self._made(stage, values, order)
             for name, value in (*made.items(), *again.items()):
                 if isinstance(value, Tensor) and value.requires_grad:
                     box = order.boxes.setdefault(name, Box())
@@ -236,6 +235,16 @@ class Replay:
             return False
         others = (*self._gradients.values(), *self._given)
         return all(other.untyped_storage()._cdata != storage._cdata for other in others)
+
+    def _made(self, stage: int, values: Values, order: Order) -> Values:
+        """What a stage makes. If it draws nothing, and changes buffers the first time only, that is all."""
+        recipe, notes = self._script.recipes[stage], self._notes[stage]
+        if not recipe.is_settled(values):
+            with self._as_the_first_time(stage):
+                return recipe.run(values, notes, order)
+        made = recipe.run(values, notes, order)
+        self._reached = max(self._reached, stage + 1)
+        return made
 
     @contextmanager
     def _as_the_first_time(self, stage: int) -> Iterator[None]:

@@ -41,9 +41,13 @@ def gradient_of_norm(
     eps: float,
     wanted: tuple[bool, bool, bool],
     *,
+    in_blocks: bool,
     in_place: bool,
 ) -> tuple[Any, Any, Any]:
-    """Gradients of what was normed, of weight and bias. A few channels at a time: they do not mix."""
+    """Gradients of what was normed, of weight and bias.
+
+    `in_blocks`: a few channels at a time, which do not mix, in place if that may be.
+    """
 
     def of(gradient: Tensor, images: Tensor, part: slice) -> list[Any]:
         found = torch.ops.aten.native_batch_norm_backward(
@@ -63,7 +67,7 @@ def gradient_of_norm(
     channels = images.shape[1]
     count = max(1, images.numel() * images.element_size() // BLOCK_BYTES)
     contiguous = images.is_contiguous() and gradient.is_contiguous()
-    if count == 1 or not contiguous or not wanted[0]:
+    if not in_blocks or count == 1 or not contiguous or not wanted[0]:
         first, second, third = of(gradient, images, slice(None))
         return first, second, third
     result = gradient if in_place else torch.empty_like(images)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,12 +31,16 @@ class StageCode:
     makes: tuple[str, ...]
     root: nn.Module
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        paths = (call.target for call in self.calls if call.op == "call_module")
-        return tuple(self.root.get_submodule(str(path)) for path in paths)
+    @cached_property
+    def _called(self) -> dict[str, nn.Module]:
+        calls = (call for call in self.calls if call.op == "call_module")
+        return {call.name: self.root.get_submodule(str(call.target)) for call in calls}
 
     @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self._called.values())
+
+    @cached_property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """Those of its modules, and those that its calls read themselves; as often as they are read."""
         own = [weight for module in self.modules for weight in module.parameters()]
@@ -45,16 +50,20 @@ class StageCode:
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values given are let go as soon as they are no longer read."""
-        left = {name: sum(name in _names(call) for call in self.calls) for name in self.reads}
-        for call in self.calls:
-            left[call.name] = sum(call.name in _names(other) for other in self.calls)
-        for call in self.calls:
+        for call, unread in zip(self.calls, self._unread, strict=True):
             values[call.name] = self._compute(call, values)
-            for name in (*_names(call), call.name):
-                left[name] -= name != call.name
-                if not left[name] and name not in self.makes:
-                    values.pop(name, None)
+            for name in unread:
+                values.pop(name, None)
         return {name: values[name] for name in self.makes}
+
+    @cached_property
+    def _unread(self) -> tuple[set[str], ...]:
+        """After each call, what is read no more."""
+        needed, found = set(self.makes), []
+        for call in reversed(self.calls):
+            found.append({*_names(call), call.name} - needed)
+            needed |= _names(call)
+        return tuple(reversed(found))
 
     def _compute(self, call: fx.Node, values: dict[str, Any]) -> Any:
         def value(node: fx.Node) -> Any:
@@ -62,7 +71,7 @@ class StageCode:
 
         args, kwargs = fx.map_arg((call.args, call.kwargs), value)
         if call.op == "call_module":
-            return self.root.get_submodule(str(call.target))(*args, **kwargs)
+            return self._called[call.name](*args, **kwargs)
         if call.op == "call_method":
             return getattr(args[0], str(call.target))(*args[1:], **kwargs)
         assert callable(call.target)
