@@ -18,9 +18,10 @@ from manyhands.ir.schedule import Action, Advance, Back, Disk, Restore, Store, T
 from manyhands.models import ZOO, build
 from manyhands.planning.checkpoints import Table, plain
 from manyhands.planning.revolve import revolve
-from manyhands.runtime.recipes import Recipe, recipe_for
+from manyhands.runtime.recipes import recipe_for
 from manyhands.runtime.replaying import Script, run
 from manyhands.runtime.shelf import Parcel
+from manyhands.runtime.stages import Recipe
 from manyhands.runtime.thrift import gradient_of_convolution
 from manyhands.tracing.stages import Staged, assembled, result_names, staged
 

@@ -17,8 +17,9 @@ from manyhands.checkpointing.tracking import LiveBytes
 from manyhands.ir.schedule import Chain, Mode, Stage
 from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
-from manyhands.runtime.recipes import AsWritten, Recipe
+from manyhands.runtime.recipes import AsWritten
 from manyhands.runtime.replaying import Growth, Replay, Script
+from manyhands.runtime.stages import Recipe
 from manyhands.tracing.stages import Staged
 
 REPEATS = 3

@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from manyhands.errors import RunError
 from manyhands.ir.schedule import Action, Advance, Back, Restore, Store, Tape
 from manyhands.runtime.allocator import Room
-from manyhands.runtime.recipes import Code, Convolution, Norm, Notes, Order, Pool, Recipe, Values
+from manyhands.runtime.recipes import Convolution, Norm, Pool
 from manyhands.runtime.shelf import Parcel
+from manyhands.runtime.stages import Code, Notes, Order, Recipe, Values
 from manyhands.runtime.tape import Box, Root, Source
 
 
