@@ -112,6 +112,7 @@ def _started(
     try:
         for name, before in emulation.within.items():
             environment = os.environ | {CLUSTER: str(cluster), AS: name, "OMP_NUM_THREADS": "1"}
+            environment["TMPDIR"] = str(cluster.parent)  # who is killed leaves nothing behind
             processes[name] = subprocess.Popen(
                 [*before, *command],
                 stdin=subprocess.DEVNULL,

@@ -250,3 +250,16 @@ def test_latency_comes_from_the_kernel_or_by_holding_messages_back() -> None:
         assert not value and "held back" not in told
     else:
         assert float(value) == pytest.approx(0.02 - devices.LATENCY_S) and "held back 20 ms" in told
+
+
+@needs_root
+def test_temporary_files_of_a_device_go_with_it(tmp_path: Path) -> None:
+    """Also those of one that is killed."""
+    said: list[str] = []
+    leave = "import os, tempfile; print(tempfile.mkdtemp(), flush=True); os.kill(os.getpid(), 9)"
+    outcomes = emulating.run(
+        cluster_file(tmp_path), [sys.executable, "-c", leave], None, lambda device, line: said.append(line)
+    )
+    left = [Path(line.strip()) for line in said if line.startswith("/")]
+    assert len(left) == len(outcomes) and all(outcome.exit_code for outcome in outcomes)
+    assert not any(folder.exists() for folder in left)

@@ -79,7 +79,12 @@ class Tile:
         return Tile(tuple(a.hull(b) for a, b in zip(self.spans, other.spans, strict=True)))
 
     def covers(self, other: Tile) -> bool:
-        return not other.numel or (self & other) == other
+        if len(self.spans) != len(other.spans):
+            return not other.numel or (self & other) == other
+        for mine, theirs in zip(self.spans, other.spans, strict=True):
+            if theirs.start < mine.start or mine.stop < theirs.stop:
+                return not other.numel
+        return True
 
     def within(self, outer: Tile) -> tuple[slice, ...]:
         """Where this tile lies inside a tensor that holds `outer`."""

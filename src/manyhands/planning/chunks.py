@@ -8,7 +8,7 @@ from math import prod
 
 from manyhands.ir.geometry import Tile, samples_at_a_time
 from manyhands.ir.graph import ITEM_BYTES, Along, Constant, Graph, Layer, Statistic, Whole
-from manyhands.ir.plan import Plan
+from manyhands.ir.plan import Plan, Segment
 from manyhands.ir.portions import ROWS, can_be_cut
 from manyhands.ir.regions import needs
 from manyhands.planning.assignment import Assignment
@@ -30,7 +30,7 @@ def chunks(graph: Graph, plan: Plan, assignment: Assignment) -> tuple[Chunk, ...
     result: list[Chunk] = []
     for index, segment in enumerate(plan.segments):
         run: list[str] = []
-        for name in segment.layers:
+        for name in _in_order(segment, graph, assignment):
             waits = name in assignment.exchanged and set(layers[name].inputs) & set(run)
             if run and (waits or len(plan.devices) > 1 and _weight_bytes(layers, run) >= CHUNK_BYTES):
                 result.append(Chunk(len(result), index, tuple(run)))
@@ -38,6 +38,23 @@ def chunks(graph: Graph, plan: Plan, assignment: Assignment) -> tuple[Chunk, ...
             run.append(name)
         result.append(Chunk(len(result), index, tuple(run)))
     return tuple(result)
+
+
+def _in_order(segment: Segment, graph: Graph, assignment: Assignment) -> list[str]:
+    """The layers of a segment. One whose statistics will be waited for comes before the next such wait, if
+    what it reads is there by then: so they travel meanwhile, and both are waited for at once.
+
+    What is computed again keeps its order: it would have to be held longer.
+    """
+    layers, readers, order = graph.by_name(), graph.readers(), list(segment.layers)
+    for name in () if segment.redo else segment.layers:
+        if not set(readers[name]) & assignment.exchanged:
+            continue
+        place, inputs = order.index(name), layers[name].inputs
+        ready = max((order.index(source) + 1 for source in inputs if source in order), default=0)
+        wait = next((n for n in range(ready, place) if order[n] in assignment.exchanged), place)
+        order.insert(wait, order.pop(place))
+    return order
 
 
 def is_per_sample(

@@ -23,6 +23,7 @@ class Mail:
         self.late = {message.tag for message in postponed(program)}
         self.arriving: dict[int, tuple[Message, Pending, Tensor]] = {}
         self.packed: dict[Place, Tensor] = {}  # values, while they go to one device after another
+        self.dtypes: dict[int, torch.dtype] = {}  # by tag
 
     def send(self, message: Message) -> None:
         """Send a copy, so that what it was taken from may change or go."""
@@ -109,6 +110,11 @@ class Mail:
 
     def _dtype(self, message: Message) -> torch.dtype:
         """In which it travels."""
+        if message.tag not in self.dtypes:
+            self.dtypes[message.tag] = self._found_dtype(message)
+        return self.dtypes[message.tag]
+
+    def _found_dtype(self, message: Message) -> torch.dtype:
         if message.content is Content.SQUARES:
             return torch.float64
         if message.patient:
