@@ -31,7 +31,7 @@ Tell = Callable[[str, str], None]  # a device and a line that it printed
 def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tell) -> list[Outcome]:
     """The command on every device at once. Raises RunError when one needed more memory than it has."""
     read = load_cluster(cluster, None)
-    with emulated(read, core_flops_per_s(), dilation) as emulation, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, emulated(read, core_flops_per_s(), dilation) as emulation:
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(emulation.cluster))
         tell("", describe(emulation))

@@ -18,7 +18,8 @@ from manyhands.ir.schedule import Action, Advance, Back, Disk, Restore, Store, T
 from manyhands.models import ZOO, build
 from manyhands.planning.checkpoints import Table, plain
 from manyhands.planning.revolve import revolve
-from manyhands.runtime.recipes import recipe_for
+from manyhands.runtime import thrift
+from manyhands.runtime.recipes import Norm, recipe_for
 from manyhands.runtime.replaying import Script, run
 from manyhands.runtime.shelf import Parcel
 from manyhands.runtime.stages import Recipe
@@ -176,13 +177,33 @@ def _one_by_one(trial: Trial, mode: int, blind: bool) -> tuple[Action, ...]:
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("blind", [False, True])
-def test_a_model_with_much_that_is_odd(mode: int, blind: bool) -> None:
+def test_a_model_with_much_that_is_odd(mode: int, blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thrift, "BLOCK_BYTES", 1 << 12)  # so that there are several
     torch.manual_seed(0)
     trial = Trial(Odd(), torch.randn(3, 3, 17, 19))
     assert len(trial.chain.stages) > 10
+    modes = [(r.modes, len(s.modes)) for r, s in zip(trial.recipes, trial.chain.stages, strict=True)]
+    norms = [m for m, recipe in zip(modes, trial.recipes, strict=True) if isinstance(recipe, Norm)]
+    assert len(norms) > 1 and all(offered == same for offered, same in norms)
     trial.require_same(_one_by_one(trial, mode, blind))
     trial.require_same(plain(trial.chain).actions)
     trial.require_same(revolve(len(trial.chain.stages), 1))  # from the beginning each time
+
+
+def test_a_forward_of_a_modules_own_is_run_as_it_is() -> None:
+    """It draws random numbers, where its class does not."""
+
+    def noisy(images: Tensor) -> Tensor:
+        made = nn.Conv2d.forward(first, images)
+        return made + torch.randn_like(made)
+
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    first.forward = noisy  # type: ignore[method-assign]
+    trial = Trial(nn.Sequential(first, second, nn.Conv2d(8, 4, 3)), torch.randn(2, 3, 9, 9))
+    assert len(trial.chain.stages) == 3
+    trial.require_same(_one_by_one(trial, 0, blind=False))
+    trial.require_same(revolve(len(trial.chain.stages), 1))
 
 
 def test_stages_alike_but_for_whose_gradient_is_wanted() -> None:

@@ -57,10 +57,15 @@ class Point:
 
     @property
     def within(self) -> bool:
-        most = (self.memory, self.room), (self.time, self.limit), (self.time, self.rival)
-        return all(bound is None or found <= bound for found, bound in most) and (
-            self.who != OURS or self.exact
-        )
+        return self.fits and self.is_quick and (self.who != OURS or self.exact)
+
+    @property
+    def fits(self) -> bool:
+        return self.room is None or self.memory <= self.room
+
+    @property
+    def is_quick(self) -> bool:
+        return all(bound is None or self.time <= bound for bound in (self.limit, self.rival))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +286,10 @@ def _table(result: Result) -> Table:
     for point in sorted(result.points, key=lambda point: (-point.memory, point.who)):
         bounds = [bound for bound in (point.limit, point.rival) if bound is not None]
         bound = f"x{min(bounds):.2f}" if bounds else ""
-        mark = "" if point.within else " (!)"
-        exact = "to the bit" if point.exact else "no"
-        table.add_row(point.who, point.what, f"{point.memory:.1%}", f"x{point.time:.2f}{mark}", bound, exact)
+        memory = f"{point.memory:.1%}{'' if point.fits else ' (!)'}"
+        time = f"x{point.time:.2f}{'' if point.is_quick else ' (!)'}"
+        exact = "to the bit" if point.exact else "no" if point.who != OURS else "no (!)"
+        table.add_row(point.who, point.what, memory, time, bound, exact)
     return table
 
 

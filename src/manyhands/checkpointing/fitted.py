@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import RequestError
 from manyhands.planning.checkpoints import Checkpoints
-from manyhands.runtime.recipes import is_watched
+from manyhands.runtime.recipes import is_altered, is_watched
 from manyhands.runtime.replaying import Script, run
 from manyhands.tracing.stages import Staged, assembled, result_names
 
@@ -88,7 +88,8 @@ class _How:
 
 def _likeness(module: nn.Module) -> tuple[Any, ...]:
     """Equal as long as a script holds for a model."""
-    modules = tuple((id(m), m.training, is_watched(m)) for m in list(module.modules())[1:])
+    inner = list(module.modules())[1:]
+    modules = tuple((id(m), m.training, is_watched(m), is_altered(m)) for m in inner)
     weights = tuple((id(w), w.requires_grad, is_hooked(w)) for w in module.parameters())
     return module.training, modules, weights
 

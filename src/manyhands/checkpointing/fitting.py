@@ -25,7 +25,7 @@ from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
 from manyhands.runtime.allocator import Room, fill_holes, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
-from manyhands.runtime.recipes import Convolution, Norm, is_watched, recipe_for
+from manyhands.runtime.recipes import Convolution, Norm, is_altered, is_watched, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
 from manyhands.runtime.shelf import measure as measure_disk
 from manyhands.tracing.stages import Staged, result_names, staged
@@ -74,7 +74,7 @@ def _check(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         raise RequestError("model and example must be in the memory of the CPU: only that can be fitted.")
     if not all(tensor.is_contiguous() for tensor in inputs):
         raise RequestError("the example is not contiguous. Give example.contiguous(), and such images later.")
-    if "forward" in model.__dict__:
+    if is_altered(model):
         raise RequestError("the model has a forward of its own beside its class's: that would be lost.")
     if torch.is_autocast_enabled("cpu"):
         raise RequestError("a model cannot be fitted under autocast.")

@@ -26,11 +26,11 @@ class Chunk:
 def chunks(graph: Graph, plan: Plan, assignment: Assignment) -> tuple[Chunk, ...]:
     """A new chunk at every segment, where a layer waits for statistics of what was just computed, and where
     enough weights have come together that their gradients can travel while backward goes on."""
-    layers = graph.by_name()
+    layers, readers = graph.by_name(), graph.readers()
     result: list[Chunk] = []
     for index, segment in enumerate(plan.segments):
         run: list[str] = []
-        for name in _in_order(segment, graph, assignment):
+        for name in _in_order(segment, layers, readers, assignment.exchanged):
             waits = name in assignment.exchanged and set(layers[name].inputs) & set(run)
             if run and (waits or len(plan.devices) > 1 and _weight_bytes(layers, run) >= CHUNK_BYTES):
                 result.append(Chunk(len(result), index, tuple(run)))
@@ -40,19 +40,24 @@ def chunks(graph: Graph, plan: Plan, assignment: Assignment) -> tuple[Chunk, ...
     return tuple(result)
 
 
-def _in_order(segment: Segment, graph: Graph, assignment: Assignment) -> list[str]:
+def _in_order(
+    segment: Segment,
+    layers: Mapping[str, Layer],
+    readers: Mapping[str, tuple[str, ...]],
+    exchanged: frozenset[str],
+) -> list[str]:
     """The layers of a segment. One whose statistics will be waited for comes before the next such wait, if
     what it reads is there by then: so they travel meanwhile, and both are waited for at once.
 
     What is computed again keeps its order: it would have to be held longer.
     """
-    layers, readers, order = graph.by_name(), graph.readers(), list(segment.layers)
+    order = list(segment.layers)
     for name in () if segment.redo else segment.layers:
-        if not set(readers[name]) & assignment.exchanged:
+        if exchanged.isdisjoint(readers[name]):
             continue
         place, inputs = order.index(name), layers[name].inputs
         ready = max((order.index(source) + 1 for source in inputs if source in order), default=0)
-        wait = next((n for n in range(ready, place) if order[n] in assignment.exchanged), place)
+        wait = next((n for n in range(ready, place) if order[n] in exchanged), place)
         order.insert(wait, order.pop(place))
     return order
 

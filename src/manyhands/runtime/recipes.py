@@ -35,7 +35,7 @@ from manyhands.runtime.thrift import (
 
 def recipe_for(code: Code) -> Recipe:
     """The best way there is for a stage."""
-    if any(is_watched(module) for module in code.modules):
+    if any(is_watched(module) or is_altered(module) for module in code.modules):
         return AsWritten(code)
     for make in (_convolution, _pool, _norm):
         found = make(code)
@@ -52,6 +52,11 @@ def is_watched(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def is_altered(module: nn.Module) -> bool:
+    """Has it a forward of its own beside its class's?"""
+    return "forward" in vars(module)
 
 
 @dataclass(frozen=True)
