@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import manyhands
+from manyhands.checkpointing import fitting
 from manyhands.checkpointing.fitted import Fit
 from manyhands.checkpointing.fitting import less
 from manyhands.ir.schedule import Chain, Mode, Stage
@@ -79,3 +84,30 @@ def test_the_smallest_schedule_is_tried_before_giving_up() -> None:
     assert less(table, everything, everything.peak_bytes) == least
     smallest = table.plan(least)
     assert smallest is not None and less(table, smallest, 1) < smallest.peak_bytes
+
+
+def test_no_table_of_schedules_is_held_while_a_step_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as some tensors, and would be counted as the model's."""
+    made: list[weakref.ref[Table]] = []
+    alive: list[bool] = []
+
+    class Noted(Table):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(weakref.ref(self))
+
+    step = fitting._Fitting._step
+
+    def noted(self: Any, script: Any) -> tuple[float, int]:
+        alive.append(any(table() is not None for table in made))
+        return step(self, script)
+
+    monkeypatch.setattr(fitting, "Table", Noted)
+    monkeypatch.setattr(fitting._Fitting, "_step", noted)
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)))
+    gc.disable()
+    try:
+        manyhands.fit(model, torch.randn(2, 4, 32, 32), "8GB")
+    finally:
+        gc.enable()
+    assert made and alive and not any(alive)

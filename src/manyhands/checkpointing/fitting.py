@@ -108,9 +108,7 @@ class _Fitting:
 
     def found(self) -> tuple[Script, Staged, tuple[Tensor, ...], Fit]:
         """A script that was tried, and what was found."""
-        gc.collect()
-        return_freed_memory()
-        fill_holes()
+        _tidy()
         chain = self._measured(None)
         return_freed_memory()
         base = current_memory() + self.later_bytes + result_bytes(self.staged)
@@ -128,7 +126,8 @@ class _Fitting:
             table, planning_s = self._planned(chain, room)
             parts = ROOM_TO_REUSE
         schedules = self._schedules(table, [int(room * part) for part in parts])
-        del table  # as large as some tensors
+        del table  # it is large
+        _tidy()
         best = self._best(schedules, lambda: self._planned(chain, room)[0])
         everything = plain(chain)
         facts = replace(
@@ -204,6 +203,7 @@ class _Fitting:
             table = plan_again()
             smaller = table.plan(less(table, schedule, above << tries), on_disk=on_disk)
             del table
+            _tidy()
             if smaller is None:
                 raise RequestError(
                     f"a step took {amount(peak)} where {amount(self.budget)} are allowed, and no schedule "
@@ -318,6 +318,13 @@ class _Fitting:
             f"which {amount(base)} are the process, weights, gradients, results and the optimiser's state; "
             f"{stage} needs most of the rest. Allow that much, or try a smaller batch or image."
         )
+
+
+def _tidy() -> None:
+    """Nothing is held that nobody needs (a table and its parts hold each other), nor are there holes."""
+    gc.collect()
+    return_freed_memory()
+    fill_holes()
 
 
 def less(table: Table, schedule: Checkpoints, by_bytes: int) -> int:
