@@ -55,7 +55,7 @@ INTERRUPTED = 130  # the exit code that typer makes of Ctrl-C
 
 def main() -> None:
     """Run a command; a mistake is one line and an exit code, never a traceback."""
-    signal.signal(signal.SIGTERM, lambda number, frame: _fail("stopped", 128 + number))  # tidying up first
+    signal.signal(signal.SIGTERM, _stopped)
     try:
         code = app(standalone_mode=False)  # what a command's typer.Exit says, or nothing
         if code == INTERRUPTED:
@@ -69,6 +69,12 @@ def main() -> None:
         if hasattr(error, "format_message"):  # click's own: an unknown option, a missing argument
             _fail(error.format_message(), 2)
         raise
+
+
+def _stopped(number: int, frame: object) -> NoReturn:
+    """It is tidied up first, which being told a second time must not break."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _fail("stopped", 128 + number)
 
 
 def _fail(message: str, code: int) -> NoReturn:

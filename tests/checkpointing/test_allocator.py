@@ -111,3 +111,15 @@ def test_no_table_of_schedules_is_held_while_a_step_is_tried(monkeypatch: pytest
     finally:
         gc.enable()
     assert made and alive and not any(alive)
+
+
+def test_where_freed_memory_is_kept_later_steps_have_room_to_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tried step that nearly took the whole budget is followed by one with less, and by a lower limit."""
+    budget = 8_000_000_000
+    peaks = iter((int(0.995 * budget), int(0.5 * budget)))
+    monkeypatch.setattr(fitting._Fitting, "_step", lambda self, script: (1.0, next(peaks) - self.state_bytes))
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)))
+    fitted: Any = manyhands.fit(model, torch.randn(2, 4, 32, 32), budget)
+    assert fitted.fit.foreseen_bytes == int(0.5 * budget) and not list(peaks)
+    unsteady = 0.99 * budget - fitted._how.script.room.limit_bytes
+    assert unsteady >= 0.05 * (0.99 * budget - fitted.fit.plain_bytes)

@@ -15,6 +15,8 @@ def sleep(standalone_mode):
         print("begun", flush=True)
         time.sleep(60)
     finally:
+        print("tidying up", flush=True)
+        time.sleep(0.3)
         print("tidied up", flush=True)
 
 cli.app = sleep
@@ -29,5 +31,7 @@ def test_a_command_that_is_terminated_tidies_up_and_says_so_in_one_line() -> Non
     )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "tidying up\n"
+    process.send_signal(signal.SIGTERM)  # as who stops a whole group of processes does
     out, err = process.communicate(timeout=30)
     assert (out, err, process.returncode) == ("tidied up\n", "manyhands: stopped\n", 143)

@@ -31,6 +31,7 @@ from manyhands.runtime.shelf import measure as measure_disk
 from manyhands.tracing.stages import Staged, result_names, staged
 
 SPARE = 0.01  # of the budget: what a process needs now and then besides
+UNSTEADY = 0.06  # of the room for tensors, where freed memory is kept: the places of blocks differ by step
 LOOSE = 1.6  # times the smallest schedule, from which on freed memory is kept
 ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with then
 TIGHT = (1.0,)
@@ -97,12 +98,14 @@ class _Fitting:
         self.tell, self.shelf = tell, shelf
         self.disk = None if shelf is None else self._measured_disk(shelf)
         self.model, self.inputs, self.budget = model, inputs, budget
+        self.most = int(budget * (1 - SPARE))
         self.staged = _staged(model, inputs)
         self.recipes = [recipe_for(code) for code in self.staged.stages]
         self.state_bytes = state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = later_bytes(model, optimizer)
         self.growths: tuple[Growth, ...] = ()
         self.keep = False  # is there room to keep what is freed?
+        self.cushion = 0  # bytes by which a step may then take more than another
         self.tight = False  # was there a stage with too little room to compute it as it is written?
         self.needs = [self._least(stage) for stage in range(len(self.staged.stages))]
 
@@ -112,7 +115,7 @@ class _Fitting:
         chain = self._measured(None)
         return_freed_memory()
         base = current_memory() + self.later_bytes + result_bytes(self.staged)
-        room = int(self.budget * (1 - SPARE)) - base
+        room = self.most - base
         table, planning_s = self._planned(chain, room)
         least = table.least_bytes
         if least is None or least > room:
@@ -123,6 +126,8 @@ class _Fitting:
         parts: tuple[float, ...] = TIGHT
         if room > LOOSE * least and not self.tight:  # enough to keep what is freed
             self.keep, chain = True, self._measured(chain)
+            self.cushion = int(UNSTEADY * room)
+            room -= self.cushion
             table, planning_s = self._planned(chain, room)
             parts = ROOM_TO_REUSE
         schedules = self._schedules(table, [int(room * part) for part in parts])
@@ -186,7 +191,8 @@ class _Fitting:
 
     def _tried(self, schedule: Checkpoints, plan_again: Callable[[], Table]) -> tuple[Script, Fit]:
         """Run a step, and plan again with less as long as it takes more than it may."""
-        limit = int(self.budget * (1 - SPARE))
+        limit = self.most - self.cushion
+        most = self.most if self.keep else self.budget
         on_disk = bool(schedule.on_disk)
         for tries in range(TRIES):
             disk_bytes = self._disk_bytes(schedule)
@@ -195,10 +201,10 @@ class _Fitting:
             seconds, peak = self._step(self._script(schedule, limit - self.state_bytes))
             step_bytes = peak - before
             peak += self.state_bytes
-            if peak <= self.budget:
+            if peak <= most:
                 facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule, disk_bytes)
                 return self._script(schedule, limit, step_bytes + int(MORE * peak)), facts
-            above = peak - self.budget
+            above = peak - most
             limit -= above
             table = plan_again()
             smaller = table.plan(less(table, schedule, above << tries), on_disk=on_disk)
