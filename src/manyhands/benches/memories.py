@@ -24,6 +24,9 @@ def memory(
     compiled: Annotated[
         bool, typer.Option("--compile", help="With --race: against torch.compile's memory budget, too.")
     ] = False,
+    rotor: Annotated[
+        Path | None, typer.Option("--rotor", help="With --race: against INRIA's rotor, whose source is here.")
+    ] = None,
     models: Annotated[
         str, typer.Option("--models", help="With --race: ResNets, by commas.")
     ] = "resnet18,resnet50,resnet101",
@@ -33,7 +36,7 @@ def memory(
 ) -> None:
     """The paper on training on the edge: its tables of ResNets' memory, and what Revolve makes of them."""
     if race:
-        _race(tuple(name.strip() for name in models.split(",")), rounds, compiled, plot, as_json)
+        _race(tuple(name.strip() for name in models.split(",")), rounds, compiled, rotor, plot, as_json)
     from manyhands.benches import paper3
     from manyhands.reporting.plots import plot_steps
 
@@ -46,7 +49,14 @@ def memory(
     raise typer.Exit(0 if result.within else 1)
 
 
-def _race(models: tuple[str, ...], rounds: int, compiled: bool, plot: Path | None, as_json: bool) -> None:
+def _race(
+    models: tuple[str, ...],
+    rounds: int,
+    compiled: bool,
+    rotor: Path | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     from manyhands.benches import recomputing
     from manyhands.errors import RequestError
     from manyhands.models import ZOO
@@ -56,7 +66,7 @@ def _race(models: tuple[str, ...], rounds: int, compiled: bool, plot: Path | Non
         if name not in ZOO or not name.startswith("resnet"):
             raise RequestError(f"--models {name}: checkpoint_sequential is raced on the zoo's ResNets.")
     with busy(as_json) as status:
-        results = recomputing.run(models, rounds, compiled, lambda what: status.update(f"{what} ..."))
+        results = recomputing.run(models, rounds, compiled, rotor, lambda what: status.update(f"{what} ..."))
     if plot is not None:
         plot_points(plot, recomputing.panels(results), "part of plain memory", "times as long as plain")
     print(json.dumps(recomputing.to_json(results))) if as_json else show(recomputing.table(results))

@@ -8,8 +8,9 @@ that of the processor. Both are parts of what plain training takes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from manyhands.benches import rotor
 from manyhands.checkpointing.measuring import measure
 from manyhands.checkpointing.tracking import most_alive
 from manyhands.loading import load_model
@@ -38,7 +40,7 @@ TARGETS: dict[str, tuple[tuple[float, float], ...]] = {
     "resnet50": ((0.30, 1.30), (0.20, 1.40)),
     "resnet101": ((0.20, 1.30),),
 }
-OURS, THEIRS, COMPILED = "manyhands", "checkpoint_sequential", "torch.compile"
+OURS, THEIRS, COMPILED, ROTOR = "manyhands", "checkpoint_sequential", "torch.compile", "rotor"
 COMPILED_BUDGETS = (0.7, 0.4, 0.1)  # of what it would keep
 
 
@@ -114,7 +116,7 @@ class _Track:
     def bytes_of(self, step: Step) -> int:
         return most_alive(step, self.model.parameters())
 
-    def peers(self) -> dict[int, Step]:
+    def peers(self) -> Iterator[tuple[str, Step]]:
         """By the number of segments, all that can be."""
         parts = _in_a_row(self.model)
 
@@ -125,7 +127,12 @@ class _Track:
 
             return step
 
-        return {segments: steps(segments) for segments in range(2, len(parts) + 1)}
+        yield from ((f"{segments} segments", steps(segments)) for segments in range(2, len(parts) + 1))
+
+    def by_rotor(self, module: Any) -> Iterator[tuple[str, Step]]:
+        """If it is there."""
+        if module is not None:
+            yield from rotor.steps(module, _in_a_row(self.model), self.images)
 
     def compiled(self, budget: float) -> Step:
         """By torch.compile, which may keep a part of what it would."""
@@ -188,12 +195,15 @@ def _in_a_row(model: nn.Module) -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-def run(models: tuple[str, ...], rounds: int, compiled: bool, tell: Tell) -> tuple[Result, ...]:
+def run(
+    models: tuple[str, ...], rounds: int, compiled: bool, rotor_at: Path | None, tell: Tell
+) -> tuple[Result, ...]:
     torch.set_num_threads(1)
-    return tuple(_race(name, rounds, compiled, tell) for name in models)
+    module = None if rotor_at is None else rotor.imported(rotor_at)
+    return tuple(_race(name, rounds, compiled, module, tell) for name in models)
 
 
-def _race(name: str, rounds: int, compiled: bool, tell: Tell) -> Result:
+def _race(name: str, rounds: int, compiled: bool, rotor_module: Any, tell: Tell) -> Result:
     tell(f"{name}: measuring stages")
     track = _Track(name)
     within = track.ours()
@@ -225,15 +235,16 @@ def _race(name: str, rounds: int, compiled: bool, tell: Tell) -> Result:
         part = track.grown_bytes(step) / track.grown_bytes(track.plain)
         peer = add(COMPILED, f"budget {budget:g}", step, part=part)
         if part < 1:
-            add_ours(f"as much as {points[peer].what}", part, rival=peer)
-    lowest = 1.0
-    for segments, step in track.peers().items():
-        tell(f"{name}: memory of {segments} segments")
-        part = track.bytes_of(step) / track.plain_bytes
-        if part < lowest:  # another needs no more, and computes no more a second time
-            lowest = part
-            peer = add(THEIRS, f"{segments} segments", step)
-            add_ours(f"as much as {points[peer].what}", part, rival=peer)
+            add_ours(f"as much as {peer}", part, rival=peer)
+    for who, peers in ((THEIRS, track.peers()), (ROTOR, track.by_rotor(rotor_module))):
+        lowest = 1.0
+        for what, step in peers:
+            tell(f"{name}: memory of {who}, {what}")
+            part = track.bytes_of(step) / track.plain_bytes
+            if part < lowest:  # another needs no more, and computes no more a second time
+                lowest = part
+                peer = add(who, what, step)
+                add_ours(f"as much as {peer}", part, rival=peer)
     for part, limit in TARGETS.get(name, ()):
         add_ours(f"{part:.0%}", part, limit)
     plain_s, ratios = _in_turns(track.plain, steps, rounds, tell)
