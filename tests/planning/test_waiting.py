@@ -30,6 +30,19 @@ class Block(nn.Module):
         return torch.relu(inner + self.norms[2](self.short(images)))
 
 
+class Twice(nn.Module):
+    """One norm is called twice, and before another norm the second time: it must not be moved up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.shared, self.last = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        early = self.first(images)
+        return torch.relu(self.shared(self.second(early))) + self.last(self.shared(early))
+
+
 def block() -> Graph:
     return trace(Block(), [torch.empty(4, 3, 8, 8)]).graph
 
@@ -64,6 +77,20 @@ def test_a_shortcut_is_computed_before_the_first_wait() -> None:
     second = next(n for n, s in enumerate(steps) if isinstance(s, Forward) and "second" in s.layers)
     assert place(Send, "norms.2") < second < place(Receive, "norms.2")
     assert sum(isinstance(step, Backward) for step in steps) == 3
+
+
+def test_a_norm_that_is_called_twice_follows_both_batches_in_their_order() -> None:
+    """Its running statistics depend on that."""
+    graph = trace(Twice(), [torch.empty(4, 3, 8, 8)]).graph
+    uses = [
+        layer.name for layer in graph.layers if any(p.name.startswith("shared.") for p in layer.parameters)
+    ]
+    for name in ("batch", "rows"):
+        found = lower(graph, plan_by_name(graph, ("a", "b"), name))
+        check(found)
+        for program in found.programs:
+            names = [layer for layers in forwards(program) for layer in layers]
+            assert len(uses) == 2 and [each for each in names if each in uses] == uses
 
 
 def test_what_is_computed_again_keeps_its_order() -> None:

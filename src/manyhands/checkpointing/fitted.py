@@ -79,19 +79,30 @@ class _How:
                 )
         if torch.is_autocast_enabled("cpu"):
             raise RequestError("a fitted model does not run under autocast: it was measured without.")
-        if _likeness(module) != self.likeness:
+        if _likeness(module, self.staged) != self.likeness:
             raise RequestError(
-                "the model has changed since it was fitted: a module, its mode or hooks, or which weights "
-                "are trained. Call manyhands.fit again; to evaluate, use torch.no_grad()."
+                "the model has changed since it was fitted: a module, its mode, its hooks or a number in it, "
+                "or which weights are trained. Call manyhands.fit again; to evaluate, use torch.no_grad()."
             )
 
 
-def _likeness(module: nn.Module) -> tuple[Any, ...]:
-    """Equal as long as a script holds for a model."""
+def _likeness(module: nn.Module, cut: Staged) -> tuple[Any, ...]:
+    """Equal as long as a script holds for a model.
+
+    Modules that are called find by themselves what they hold; of others it was found when they were traced.
+    """
+    called = {id(inner) for code in cut.stages for top in code.modules for inner in top.modules()}
+    held = tuple(_plain(inner) for inner in module.modules() if id(inner) not in called)
     inner = list(module.modules())[1:]
     modules = tuple((id(m), m.training, is_watched(m), is_altered(m)) for m in inner)
     weights = tuple((id(w), w.requires_grad, is_hooked(w)) for w in module.parameters())
-    return module.training, modules, weights
+    return module.training, modules, weights, held
+
+
+def _plain(module: nn.Module) -> tuple[Any, ...]:
+    """Numbers and words among a module's attributes."""
+    values = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+    return tuple(sorted((name, repr(value)) for name, value in values.items()))
 
 
 def is_hooked(weight: nn.Parameter) -> bool:
@@ -105,6 +116,6 @@ def fitted(
     twin = copy.copy(model)
     twin.__class__ = type(f"Fitted{type(model).__name__}", (Fitted, type(model)), {})
     shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in inputs)
-    twin.__dict__["_how"] = _How(model, script, cut, shapes, result_names(cut.results), _likeness(model))
+    twin.__dict__["_how"] = _How(model, script, cut, shapes, result_names(cut.results), _likeness(model, cut))
     twin.__dict__["fit"] = facts
     return twin

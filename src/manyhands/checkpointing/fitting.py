@@ -45,7 +45,7 @@ COPIES = 1.4  # of what a convolution reads and makes, while its backward is com
 def fit(
     model: nn.Module,
     example: Tensor | Sequence[Tensor],
-    memory: str | int,
+    memory: str | float,
     optimizer: torch.optim.Optimizer | None = None,
     disk: str | Path | None = None,
 ) -> nn.Module:
@@ -60,7 +60,9 @@ def fit(
     states may be written instead of being computed again, where that is clearly faster on this device.
     """
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
-    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    if not isinstance(memory, str | int | float):
+        raise RequestError(f'memory is a number of bytes or a size such as "900MB", not {memory!r}.')
+    budget = parse_bytes(memory) if isinstance(memory, str) else int(memory)
     _check(model, inputs)
     with busy(not sys.stderr.isatty()) as status:
         shelf = Path(disk).resolve() if disk is not None else None
@@ -103,6 +105,8 @@ class _Fitting:
         self.recipes = [recipe_for(code) for code in self.staged.stages]
         self.state_bytes = state_bytes(model, optimizer)  # of the optimiser, that is not there yet
         self.later_bytes = later_bytes(model, optimizer)
+        gradients = (weight.grad for weight in model.parameters() if weight.grad is not None)
+        self.aside_bytes = sum(gradient.nbytes for gradient in gradients)  # there while a step makes others
         self.growths: tuple[Growth, ...] = ()
         self.keep = False  # is there room to keep what is freed?
         self.cushion = 0  # bytes by which a step may then take more than another
@@ -198,9 +202,9 @@ class _Fitting:
             disk_bytes = self._disk_bytes(schedule)
             return_freed_memory()
             before = current_memory()
-            seconds, peak = self._step(self._script(schedule, limit - self.state_bytes))
+            seconds, peak = self._step(self._script(schedule, limit + self.aside_bytes - self.state_bytes))
             step_bytes = peak - before
-            peak += self.state_bytes
+            peak += self.state_bytes - self.aside_bytes
             if peak <= most:
                 facts = Fit(self.budget, peak, seconds, 0, 0, 0, 0, schedule, disk_bytes)
                 return self._script(schedule, limit, step_bytes + int(MORE * peak)), facts

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyhands.errors import RequestError
+from manyhands.tracing.fx import first_line
 from manyhands.tracing.stages import Staged
 
 
@@ -42,7 +44,13 @@ def _copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     weight.grad = torch.zeros(8, 8)
     settings = {key: value for key, value in group.items() if key != "params"}
     kind: Any = type(optimizer)
-    twin = kind([{"params": [weight], **settings}])
-    twin.step()
+    try:
+        twin = kind([{"params": [weight], **settings}])
+        twin.step()
+    except Exception as error:  # it wants a closure, or other arguments
+        raise RequestError(
+            f"what {kind.__name__} will keep cannot be asked for ({first_line(error)}). Fit without an "
+            "optimizer, with as much memory less as it keeps beyond SGD with momentum."
+        ) from None
     kept = [value for value in twin.state[weight].values() if isinstance(value, Tensor)]
     return sum(value.numel() * value.element_size() for value in kept if value.numel() > 1) / 256

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Hashable
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from manyhands.runtime.recipes import is_altered, is_watched
 from manyhands.tracing.stages import StageCode
 
 
@@ -18,7 +19,7 @@ def key_of(code: StageCode, values: dict[str, Any], differentiable: Container[st
     calls = []
     for call in code.calls:
         module = next(modules) if call.op == "call_module" else None
-        what = repr(module) + str(module.training) if module is not None else str(call.target)
+        what = _described(module) if module is not None else str(call.target)
         frozen = () if module is None else tuple(w.requires_grad for w in module.parameters())
         given = fx.map_arg(
             (call.args, call.kwargs), lambda n: str((places.get(n.name), inner.get(n.name), _shape(n, code)))
@@ -30,6 +31,12 @@ def key_of(code: StageCode, values: dict[str, Any], differentiable: Container[st
     )
     wanted = tuple(name in differentiable for name in (*code.reads, *code.makes))
     return tuple(calls), shapes, wanted, tuple(inner[name] for name in code.makes)
+
+
+def _described(module: nn.Module) -> str:
+    """Whoever has hooks or a forward of its own is like nobody else."""
+    own = id(module) if is_watched(module) or is_altered(module) else ""
+    return f"{module!r} {module.training} {own}"
 
 
 def _shape(node: fx.Node, code: StageCode) -> str:

@@ -367,18 +367,27 @@ def _chain(staged: Staged, stages: Sequence[Stage], apart: frozenset[int]) -> Ch
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers, gradients and the random stream are afterwards as they were."""
+    """Buffers, gradients and the random stream are afterwards as they were. Hooks of weights do not run."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(weight, weight.grad) for weight in model.parameters()]
     random = torch.get_rng_state()
+    hooks = [(each, dict(each)) for weight, _ in gradients for each in _hooks(weight)]
     for weight, _ in gradients:
         weight.grad = None
+    for each, _ in hooks:
+        each.clear()
     try:
         yield
     finally:
+        for each, whole in hooks:
+            each.update(whole)
         for weight, gradient in gradients:
             weight.grad = gradient
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         torch.set_rng_state(random)
+
+
+def _hooks(weight: Any) -> list[dict[int, Any]]:
+    return [hooks for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks) if hooks]

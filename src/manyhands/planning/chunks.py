@@ -53,8 +53,8 @@ def _in_order(
     """
     order = list(segment.layers)
     for name in () if segment.redo else segment.layers:
-        if exchanged.isdisjoint(readers[name]):
-            continue
+        if name in exchanged or exchanged.isdisjoint(readers[name]):
+            continue  # norms keep their order: one module may be called twice
         place, inputs = order.index(name), layers[name].inputs
         ready = max((order.index(source) + 1 for source in inputs if source in order), default=0)
         wait = next((n for n in range(ready, place) if order[n] in exchanged), place)

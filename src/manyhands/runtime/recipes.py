@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class Convolution:
         return True
 
     def run(self, values: Values, notes: Notes, order: Order) -> Values:
-        if not (order.blind or order.mode):
+        if not (order.blind or order.mode) or values[self.code.reads[0]].dim() != 4:
             return self.code.run(values)
         images = values.pop(self.code.reads[0])
         weights = self.module.weight, self.module.bias
@@ -156,7 +156,7 @@ def _pool(code: Code) -> Pool | None:
     if len(code.calls) != 1 or len(code.modules) != 1 or type(code.modules[0]) is not nn.MaxPool2d:
         return None
     module = code.modules[0]
-    window = module.kernel_size if isinstance(module.kernel_size, tuple) else (module.kernel_size,) * 2
+    window = module.kernel_size if isinstance(module.kernel_size, Sequence) else (module.kernel_size,) * 2
     plain = not module.return_indices and module.dilation in (1, (1, 1)) and window[0] * window[-1] <= 256
     return Pool(code, module) if plain and len(code.makes) == 1 else None
 

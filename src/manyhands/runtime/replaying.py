@@ -94,7 +94,7 @@ class Replay:
             self._script.room.enter()
         self._present = dict(inputs)
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
-        weights = [weight for code in self._script.stages for weight in code.weights]
+        weights = [tensor for code in self._script.stages for tensor in (*code.weights, *code.constants)]
         self._held = {tensor.untyped_storage()._cdata for tensor in (*tensors, *weights)}
         self._smaller = any(len(t) != self._script.batch for t in tensors if t.dim())
         while self._reached < len(self._script.stages):
@@ -320,7 +320,8 @@ class _Boundary(Function):
         ctx.replay, ctx.names, ctx.inputs = replay, outcome, names
         ctx.set_materialize_grads(False)
         values = replay.forward(dict(zip(names, inputs, strict=True)))
-        results = tuple(values[name] for name in outcome)
+        # Not the very tensors that the schedule goes on with: theirs would be the history of a whole step.
+        results = tuple(_bare(values[name]) for name in outcome)
         ctx.mark_non_differentiable(
             *(v for n, v in zip(outcome, results, strict=True) if n not in replay._script.differentiable)
         )

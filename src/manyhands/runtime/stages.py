@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from manyhands.runtime.tape import Box
 from manyhands.runtime.thrift import Statistics
@@ -26,6 +26,8 @@ class Code(Protocol):
     def modules(self) -> tuple[nn.Module, ...]: ...
     @property
     def weights(self) -> tuple[nn.Parameter, ...]: ...
+    @property
+    def constants(self) -> tuple[Tensor, ...]: ...
     def run(self, values: Values) -> Values: ...
 
 

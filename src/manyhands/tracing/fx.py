@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from manyhands.errors import RequestError
+from manyhands.tracing.steadiness import traced
 
 ONE_AT_A_TIME = threading.Lock()  # torch.fx patches nn.Module while it traces
 
@@ -72,7 +73,9 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
     walker = Walker()
     with ONE_AT_A_TIME:
         try:
-            graph = walker.trace(model)
+            graph = traced(walker, model)
+        except RequestError:
+            raise
         except Exception as error:
             raise RequestError(
                 f"{type(model).__name__} cannot be traced: {first_line(error)}. "
@@ -112,7 +115,7 @@ def _refuse_lost_values(model: nn.Module, graph: fx.Graph, example: Sequence[tor
         ends = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         try:
             torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
-        except RuntimeError as error:
+        except Exception as error:  # a hook of one's own may fail on what is not there
             if "inplace operation" in str(error):  # whatever else fails, fails in training, too
                 raise RequestError(
                     f"{type(model).__name__} changes a tensor in place that its backward needs. "

@@ -7,7 +7,6 @@ next one that reads its result, if no backward needs that, since there is always
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from manyhands.errors import RequestError
-from manyhands.tracing.fx import ONE_AT_A_TIME, Walk, Walker, walk, where
+from manyhands.tracing.fx import Walk, walk, where
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,17 @@ class StageCode:
     def weights(self) -> tuple[nn.Parameter, ...]:
         """Those of its modules, and those that its calls read themselves; as often as they are read."""
         own = [weight for module in self.modules for weight in module.parameters()]
+        return (*own, *(value for value in self._read if isinstance(value, nn.Parameter)))
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """Other tensors of the model that its calls read themselves: buffers."""
+        return tuple(v for v in self._read if isinstance(v, Tensor) and not isinstance(v, nn.Parameter))
+
+    @property
+    def _read(self) -> list[Any]:
         nodes = (node for call in self.calls for node in call.all_input_nodes if node.op == "get_attr")
-        read = (_attribute(self.root, str(node.target)) for node in nodes)
-        return (*own, *(value for value in read if isinstance(value, nn.Parameter)))
+        return [_attribute(self.root, str(node.target)) for node in nodes]
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values given are let go as soon as they are no longer read."""
@@ -107,7 +114,6 @@ class Staged:
 
 def staged(model: nn.Module, example: Sequence[Tensor]) -> Staged:
     """Cut a model wherever it can be cut."""
-    _refuse_random_constants(model)
     walked = walk(model, example)
     _refuse_changed_attributes(walked)
     calls = [node for node in walked.calls.nodes if node.op.startswith("call_")]
@@ -182,23 +188,6 @@ def _states(
         tuple(node for node in born if born[node] < n and (last[node] >= n or (n == 0 and node in inputs)))
         for n in range(len(calls) + 1)
     ]
-
-
-def _refuse_random_constants(model: nn.Module) -> None:
-    """What is drawn without regard to the input would be drawn once, when the model is traced."""
-    before = torch.get_rng_state(), random.getstate()
-    with ONE_AT_A_TIME:
-        try:
-            Walker().trace(model)
-        except Exception:
-            return  # `walk` says why
-    if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        raise RequestError(
-            f"{type(model).__name__} draws random numbers that do not follow from its input, such as "
-            "torch.randn(8): use torch.randn_like, or a module such as nn.Dropout."
-        )
 
 
 def _refuse_changed_attributes(walked: Walk) -> None:
