@@ -89,6 +89,8 @@ def refusal(request: Request, decision: Decision) -> RequestError:
     try:
         api.fitting(decision, request.cluster)
     except RequestError as error:
+        if " Take a smaller" not in str(error):
+            return error
         found = [text for text in (_smaller_batch(request), _more_devices(request)) if text]
         short = str(error).split(" Take a smaller")[0]
         return RequestError(f"{short} {' or '.join(found) or 'A smaller input or more devices'} would fit.")

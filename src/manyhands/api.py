@@ -104,6 +104,11 @@ def fitting(decision: Decision, cluster: Cluster) -> Option:
         f"{device} needs {_megabytes(MARGIN * need)} of its {_megabytes(limit)}"
         for device, need, limit in nearest.over
     ]
+    bare = {device.name: device.bare_bytes for device in cluster.devices}
+    if full := [device for device, _, limit in nearest.over if limit <= bare[device]]:
+        raise RequestError(
+            f"nothing fits: on {full[0]} the process alone takes {_megabytes(bare[full[0]])}. Allow it more."
+        )
     raise RequestError(
         f"nothing fits: under the smallest plan ({nearest.name}) {', '.join(short)}. Take a smaller batch or "
         "input, or more devices; `manyhands plan` says which would do."

@@ -202,10 +202,11 @@ def plan(
         return
     if as_json:
         print(json.dumps({"plan": encode(lowered.plan), "facts": encode(facts)}))
-        return
-    from manyhands.reporting.text import plan_view
+    else:
+        from manyhands.reporting.text import plan_view
 
-    show(plan_view(facts))
+        show(plan_view(facts))
+    raise typer.Exit(2 if facts.short else 0)
 
 
 @app.command()

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import RenderableType
-from scipy.optimize import minimize_scalar
 
 from manyhands import api
 from manyhands.errors import RequestError
@@ -171,6 +170,8 @@ def _waking_latency(cluster: Cluster, took: list[tuple[Lowered, float]]) -> floa
         return sum((each - alike) ** 2 for each in longer) + UNLIKELY * alike**2
 
     bounds = (cluster.latency_s, cluster.latency_s + LATEST_S)
+    from scipy.optimize import minimize_scalar  # 36 MB that no device needs to train
+
     return float(minimize_scalar(misfit, bounds=bounds, method="bounded", options={"xatol": 2e-5}).x)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import manyhands
 from manyhands.benches.budgets import Case, run
 from manyhands.checkpointing.fitted import Fit
+from manyhands.checkpointing.surveying import survey
 from manyhands.emulation.cgroups import why_not
 from manyhands.models import build
 from manyhands.runtime.process import current_memory
@@ -196,3 +197,10 @@ def test_a_model_that_cannot_be_traced_is_refused(images: Tensor) -> None:
 def test_a_process_with_no_more_than_the_budget_is_not_killed(part: float) -> None:
     (row,) = run([Case("resnet18", 96, 4, part)], 1, lambda what: None)
     assert row.verdict == "held" and row.within, row
+
+
+def test_a_survey_finds_the_same_a_second_time() -> None:
+    """Nothing of the model before is held any more."""
+    first, second = (survey("resnet18-cifar", ((3, 32, 32),), 1) for _ in range(2))
+    assert abs(second.plain_bytes - first.plain_bytes) < 10_000_000
+    assert abs(second.least_bytes - first.least_bytes) < 10_000_000

@@ -65,8 +65,12 @@ MISTAKES = {
         ("plan", "demo", "--devices", "2", "--shares", "1,2"),
         "need a strategy by name",
     ),
+    "less than the process alone": (
+        ("plan", "demo", "--devices", "2", "--memory", "5MB"),
+        "the process alone takes 343 MB. Allow it more.",
+    ),
     "nothing fits": (
-        ("plan", "demo", "--devices", "2", "--memory", "20MB"),
+        ("plan", "demo", "--devices", "2", "--memory", "350MB"),
         "nothing fits: under the smallest plan",
     ),
     "memory without a unit": (
@@ -226,3 +230,11 @@ def test_help_answers_at_once() -> None:
         assert manyhands("--help").returncode == 0
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.5
+
+
+def test_a_named_plan_that_does_not_fit_is_shown_and_fails() -> None:
+    asked = ("plan", "resnet18", "--devices", "2", "--strategy", "single", "--memory", "450MB")
+    ended = in_process(*asked)
+    assert ended.returncode == 2 and "Does NOT fit: device-0" in ended.stdout
+    as_json = in_process(*asked, "--json")
+    assert as_json.returncode == 2 and json.loads(as_json.stdout)["facts"]

@@ -247,7 +247,7 @@ MISTAKES: dict[Callable[[Path], list[str]], str] = {
     unreachable_host: "no-such-machine.invalid",
     too_much_memory_wanted: "is not an amount of memory",
     too_little_memory: "batch does not fit device-0",
-    too_little_memory_for_any_plan: "nothing fits: under the smallest plan",
+    too_little_memory_for_any_plan: "nothing fits: on device-0 the process alone takes 343 MB",
 }
 
 

@@ -59,6 +59,8 @@ def fit(
     as much as SGD with momentum. What was found is in the module's `fit`. `disk`: a directory to which
     states may be written instead of being computed again, where that is clearly faster on this device.
     """
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"the model must be an nn.Module, not {type(model).__name__}.")
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     if not isinstance(memory, str | int | float):
         raise RequestError(f'memory is a number of bytes or a size such as "900MB", not {memory!r}.')
@@ -115,7 +117,7 @@ class _Fitting:
 
     def found(self) -> tuple[Script, Staged, tuple[Tensor, ...], Fit]:
         """A script that was tried, and what was found."""
-        _tidy()
+        tidy()
         chain = self._measured(None)
         return_freed_memory()
         base = current_memory() + self.later_bytes + result_bytes(self.staged)
@@ -136,7 +138,7 @@ class _Fitting:
             parts = ROOM_TO_REUSE
         schedules = self._schedules(table, [int(room * part) for part in parts])
         del table  # it is large
-        _tidy()
+        tidy()
         best = self._best(schedules, lambda: self._planned(chain, room)[0])
         everything = plain(chain)
         facts = replace(
@@ -213,7 +215,7 @@ class _Fitting:
             table = plan_again()
             smaller = table.plan(less(table, schedule, above << tries), on_disk=on_disk)
             del table
-            _tidy()
+            tidy()
             if smaller is None:
                 raise RequestError(
                     f"a step took {amount(peak)} where {amount(self.budget)} are allowed, and no schedule "
@@ -285,9 +287,9 @@ class _Fitting:
         if stage == 0 or base + needs[stage] > self.budget:
             largest = max(range(len(needs)), key=needs.__getitem__)
             if base + needs[largest] > self.budget:
-                raise self._too_little(
-                    base + needs[largest], base, self.staged.stages[largest].name, "about "
-                )
+                more = result_bytes(self.staged)
+                need = with_spare(base + more + needs[largest])
+                raise self._too_little(need, base + more, self.staged.stages[largest].name, "at least ")
         self.tight |= tight
         return tight
 
@@ -330,7 +332,7 @@ class _Fitting:
         )
 
 
-def _tidy() -> None:
+def tidy() -> None:
     """Nothing is held that nobody needs (a table and its parts hold each other), nor are there holes."""
     gc.collect()
     return_freed_memory()

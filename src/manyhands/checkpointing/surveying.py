@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from rich.table import Table as View
 
-from manyhands.checkpointing.fitting import SPARE, with_spare
+from manyhands.checkpointing.fitting import SPARE, tidy, with_spare
 from manyhands.checkpointing.lasting import later_bytes, result_bytes
 from manyhands.checkpointing.measuring import measure
 from manyhands.ir.schedule import Disk
 from manyhands.loading import load_model
 from manyhands.planning.checkpoints import Table, plain
 from manyhands.reporting.text import amount
-from manyhands.runtime.allocator import fill_holes, return_freed_memory
+from manyhands.runtime.allocator import return_freed_memory
 from manyhands.runtime.process import current_memory
 from manyhands.runtime.recipes import recipe_for
 from manyhands.tracing.stages import staged
@@ -43,12 +43,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def survey(name: str, shapes: Shapes, batch: int, disk: Disk | None = None) -> Row:
     """Every stage is run on this machine, one at a time; a schedule is put together from what they take."""
+    tidy()  # of what was surveyed before
     model = load_model(name).train()
     images = [torch.randn(batch, *shape) for shape in shapes]
     cut = staged(model, images)
     recipes = [recipe_for(code) for code in cut.stages]
-    return_freed_memory()
-    fill_holes()
+    tidy()
     chain, _ = measure(cut, recipes, images, model, 2, resident=True)
     return_freed_memory()
     base = current_memory() + later_bytes(model, None) + result_bytes(cut)

@@ -52,6 +52,12 @@ class PlanFacts:
     bound: str = ""  # what the step waits for most
     advice: Advice | None = None  # where the plan was chosen, not named
 
+    @property
+    def short(self) -> tuple[str, ...]:
+        """Devices that would need more memory than they have."""
+        limits = dict(self.limits)
+        return tuple(d for d, size in self.forecast.peak_bytes if size > (limits.get(d) or size))
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:

@@ -8,7 +8,6 @@ from math import prod
 from statistics import median
 
 import numpy as np
-from scipy.optimize import nnls
 
 from manyhands.ir.profile import AXES, Factor, LayerSample, Line, StepSample, Timing
 
@@ -83,6 +82,8 @@ def _line(name: str, samples: list[StepSample]) -> Line:
     weights = 1 / np.sqrt(seconds + 1e-6)
     scale = max(sizes.max(), 1.0)  # both columns alike, for the solver's sake
     columns = np.stack([weights, weights * sizes / scale], axis=1)
+    from scipy.optimize import nnls  # 36 MB that no device needs to train
+
     (fixed, slope), _ = nnls(columns, weights * seconds)
     slope /= scale
     foreseen = float((fixed + slope * sizes).sum())

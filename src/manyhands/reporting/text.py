@@ -105,7 +105,7 @@ def plan_notes(facts: PlanFacts) -> list[str]:
         for device, size in cost.peak_bytes
     ]
     lines.append(f"Peak memory: {', '.join(peaks)}.")
-    if short := [device for device, size in cost.peak_bytes if size > (limits.get(device) or size)]:
+    if short := facts.short:
         lines.append(f"Does NOT fit: {', '.join(short)} would need more memory than there is.")
     lines += _redone_notes(facts.segments)
     if facts.bound:

@@ -213,7 +213,7 @@ class _Facts:
         self.differentiable = {
             n for n, v in recorder.values.items() if isinstance(v, Tensor) and v.requires_grad
         }
-        self._held = recorder.values  # so that no other tensor lies in the same memory
+        self._held = recorder.let_go()  # so that no other tensor lies in the same memory
 
     def refuse_changed(self, inputs: Sequence[fx.Node]) -> None:
         """A stage that overwrites what the model is given could not be run a second time."""
@@ -265,14 +265,21 @@ class _Keeping(fx.Interpreter):
         }
         with (
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(self._keep, _never),
             torch.nn.utils.stateless._reparametrize_module(module, state),
         ):
             self.run(*inputs)
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def let_go(self) -> dict[fx.Node, Any]:
+        """The values without their history, whose hooks hold this object, and so the model, for good."""
+        values = {node: pytree.tree_map(_bare, value) for node, value in self.values.items()}
+        self.values.clear()
+        self.env.clear()
+        return values
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Nothing is handed to autograd: a result that its own history holds would be held for good."""
         self.kept.add(tensor.untyped_storage()._cdata)
-        return tensor
 
     def run_node(self, node: fx.Node) -> Any:
         try:
@@ -291,9 +298,20 @@ class _Keeping(fx.Interpreter):
         def fresh(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            grad = value.is_floating_point()
-            return self._keep(torch.empty_like(value, device="meta", requires_grad=grad))
+            made = torch.empty_like(value, device="meta", requires_grad=value.is_floating_point())
+            self._keep(made)
+            return made
 
         for argument in node.all_input_nodes:
-            pytree.tree_map(lambda v: self._keep(v) if isinstance(v, Tensor) else v, self.values[argument])
+            for leaf in pytree.tree_leaves(self.values[argument]):
+                if isinstance(leaf, Tensor):
+                    self._keep(leaf)
         return pytree.tree_map(fresh, self._walked.values[node])
+
+
+def _bare(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _never(kept: Any) -> Tensor:
+    raise AssertionError("nobody goes backward through what is only followed")
