@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.models import build
 from manyhands.tracing.graphs import trace
 from manyhands.tracing.stages import staged
 
@@ -52,3 +53,9 @@ def test_no_device_that_trains_holds_what_only_measuring_needs() -> None:
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "'torch'" in found.stdout
     assert not [name for name in ("scipy", "matplotlib", "onnx") if f"'{name}'" in found.stdout]
+
+
+def test_a_model_is_cut_where_it_should_be_whatever_memory_is_used_again() -> None:
+    """A norm, an addition and the activation behind them are one stage, whatever memory is used again."""
+    cut = staged(build("resnet18"), [torch.randn(1, 3, 64, 64)])
+    assert len(cut.stages) == 44

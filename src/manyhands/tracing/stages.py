@@ -252,6 +252,7 @@ class _Keeping(fx.Interpreter):
         self._walked = walked
         self.values: dict[fx.Node, Any] = {}
         self.kept: set[int] = set()
+        self._kept_tensors: list[Tensor] = []
         self.memory_bytes: dict[int, int] = {}
 
     def follow(self, example: Sequence[Tensor]) -> None:
@@ -278,8 +279,12 @@ class _Keeping(fx.Interpreter):
         return values
 
     def _keep(self, tensor: Tensor) -> None:
-        """Nothing is handed to autograd: a result that its own history holds would be held for good."""
+        """Nothing is handed to autograd: a result that its own history holds would be held for good.
+
+        It is held here, so that no other tensor comes to lie in the same memory meanwhile.
+        """
         self.kept.add(tensor.untyped_storage()._cdata)
+        self._kept_tensors.append(tensor.detach())
 
     def run_node(self, node: fx.Node) -> Any:
         try:
