@@ -86,15 +86,11 @@ def with_more(cluster: Cluster, count: int) -> Cluster:
 
 def refusal(request: Request, decision: Decision) -> RequestError:
     """Nothing fits: what is short where, and the nearest request that does fit."""
-    try:
-        api.fitting(decision, request.cluster)
-    except RequestError as error:
-        if " Take a smaller" not in str(error):
-            return error
-        found = [text for text in (_smaller_batch(request), _more_devices(request)) if text]
-        short = str(error).split(" Take a smaller")[0]
-        return RequestError(f"{short} {' or '.join(found) or 'A smaller input or more devices'} would fit.")
-    raise AssertionError("the plan fits")
+    short, helped = api.shortage(decision, request.cluster)
+    if not helped:
+        return RequestError(short)
+    found = [text for text in (_smaller_batch(request), _more_devices(request)) if text]
+    return RequestError(f"{short} {' or '.join(found) or 'A smaller input or more devices'} would fit.")
 
 
 def _smaller_batch(request: Request) -> str:

@@ -97,22 +97,25 @@ def fitting(decision: Decision, cluster: Cluster) -> Option:
     """The plan that was chosen. Where none fits, the error says what is short where."""
     if decision.best is not None:
         return decision.best
+    short, helped = shortage(decision, cluster)
+    way_out = " Take a smaller batch or input, or more devices; `manyhands plan` says which would do."
+    raise RequestError(short + (way_out if helped else ""))
+
+
+def shortage(decision: Decision, cluster: Cluster) -> tuple[str, bool]:
+    """What is short where, if nothing fits; and could a smaller batch or input, or more devices, help?"""
     nearest = decision.smallest
     if nearest is None:
-        raise RequestError("no plan gives every device something to do. Use fewer devices or a larger batch.")
-    short = [
+        return "no plan gives every device something to do. Use fewer devices or a larger batch.", False
+    bare = {device.name: device.bare_bytes for device in cluster.devices}
+    if full := [device for device, _, limit in nearest.over if limit <= bare[device]]:
+        alone = f"on {full[0]} the process alone takes {_megabytes(bare[full[0]])}"
+        return f"nothing fits: {alone}. Allow it more.", False
+    needs = [
         f"{device} needs {_megabytes(MARGIN * need)} of its {_megabytes(limit)}"
         for device, need, limit in nearest.over
     ]
-    bare = {device.name: device.bare_bytes for device in cluster.devices}
-    if full := [device for device, _, limit in nearest.over if limit <= bare[device]]:
-        raise RequestError(
-            f"nothing fits: on {full[0]} the process alone takes {_megabytes(bare[full[0]])}. Allow it more."
-        )
-    raise RequestError(
-        f"nothing fits: under the smallest plan ({nearest.name}) {', '.join(short)}. Take a smaller batch or "
-        "input, or more devices; `manyhands plan` says which would do."
-    )
+    return f"nothing fits: under the smallest plan ({nearest.name}) {', '.join(needs)}.", True
 
 
 def _megabytes(num_bytes: float) -> str:

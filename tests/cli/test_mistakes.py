@@ -65,6 +65,7 @@ MISTAKES = {
         ("plan", "demo", "--devices", "2", "--shares", "1,2"),
         "need a strategy by name",
     ),
+    "a peer without a race": (("bench", "memory", "--rotor", "."), "add --race"),
     "less than the process alone": (
         ("plan", "demo", "--devices", "2", "--memory", "5MB"),
         "the process alone takes 343 MB. Allow it more.",

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from manyhands.consoles import Json, busy, show
+from manyhands.errors import RequestError
 
 
 def add_to(bench: typer.Typer) -> None:
@@ -35,6 +36,8 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """The paper on training on the edge: its tables of ResNets' memory, and what Revolve makes of them."""
+    if not race and (compiled or rotor is not None):
+        raise RequestError("--compile and --rotor say who takes part in the race: add --race.")
     if race:
         _race(tuple(name.strip() for name in models.split(",")), rounds, compiled, rotor, plot, as_json)
     from manyhands.benches import paper3
@@ -58,7 +61,6 @@ def _race(
     as_json: bool,
 ) -> None:
     from manyhands.benches import recomputing
-    from manyhands.errors import RequestError
     from manyhands.models import ZOO
     from manyhands.reporting.plots import plot_points
 

@@ -238,6 +238,7 @@ def _race(name: str, rounds: int, compiled: bool, rotor_module: Any, tell: Tell)
             add_ours(f"as much as {peer}", part, rival=peer)
     for who, peers in ((THEIRS, track.peers()), (ROTOR, track.by_rotor(rotor_module))):
         lowest = 1.0
+        tell(f"{name}: schedules of {who}")  # rotor takes minutes for its
         for what, step in peers:
             tell(f"{name}: memory of {who}, {what}")
             part = track.bytes_of(step) / track.plain_bytes

@@ -58,13 +58,6 @@ def _step(model: Any, schedule: Any, images: Tensor) -> Step:
 
 
 def _measured(module: Any, parts: nn.Sequential, images: Tensor) -> Any:
-    class Counted(module.memory.MeasureMemory):  # type: ignore[misc,name-defined]
-        def measure(self, work: Callable[..., Any], *args: Any) -> tuple[Any, Any, Any]:
-            with LiveBytes() as live:
-                result = work(*args)
-                return result, module.memory.MemSize(live.now()), module.memory.MemSize(live.peak)
-
-    module.memory.MeasureMemory = Counted
     stem: Any = parts[0]
     stem.not_really_sequential = True  # rotor's word for: not to be cut
     model = module.Checkpointable(parts)
@@ -72,7 +65,18 @@ def _measured(module: Any, parts: nn.Sequential, images: Tensor) -> Any:
     return model
 
 
+def _count_tensors(module: Any) -> None:
+    class Counted(module.memory.MeasureMemory):  # type: ignore[misc,name-defined]
+        def measure(self, work: Callable[..., Any], *args: Any) -> tuple[Any, Any, Any]:
+            with LiveBytes() as live:
+                result = work(*args)
+                return result, module.memory.MemSize(live.now()), module.memory.MemSize(live.peak)
+
+    module.memory.MeasureMemory = Counted
+
+
 def imported(directory: Path) -> Any:
+    """rotor, told the bytes of tensors."""
     sys.path.insert(0, str(directory.resolve()))
     try:
         module = importlib.import_module("rotor")
@@ -85,4 +89,5 @@ def imported(directory: Path) -> Any:
             f"--rotor {directory}: this rotor has no Checkpointable, so it is not INRIA's. "
             "Give the folder of its source, in which rotor/ is."
         )
+    _count_tensors(module)
     return module

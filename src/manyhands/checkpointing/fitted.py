@@ -63,6 +63,7 @@ class _How:
     staged: Staged
     inputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
     names: tuple[str, ...]
+    called: frozenset[int]  # modules that are called as they are, and what is in them
     likeness: tuple[Any, ...]
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -79,19 +80,18 @@ class _How:
                 )
         if torch.is_autocast_enabled("cpu"):
             raise RequestError("a fitted model does not run under autocast: it was measured without.")
-        if _likeness(module, self.staged) != self.likeness:
+        if _likeness(module, self.called) != self.likeness:
             raise RequestError(
                 "the model has changed since it was fitted: a module, its mode, its hooks or a number in it, "
                 "or which weights are trained. Call manyhands.fit again; to evaluate, use torch.no_grad()."
             )
 
 
-def _likeness(module: nn.Module, cut: Staged) -> tuple[Any, ...]:
+def _likeness(module: nn.Module, called: frozenset[int]) -> tuple[Any, ...]:
     """Equal as long as a script holds for a model.
 
     Modules that are called find by themselves what they hold; of others it was found when they were traced.
     """
-    called = {id(inner) for code in cut.stages for top in code.modules for inner in top.modules()}
     held = tuple(_plain(inner) for inner in module.modules() if id(inner) not in called)
     inner = list(module.modules())[1:]
     modules = tuple((id(m), m.training, is_watched(m), is_altered(m)) for m in inner)
@@ -116,6 +116,8 @@ def fitted(
     twin = copy.copy(model)
     twin.__class__ = type(f"Fitted{type(model).__name__}", (Fitted, type(model)), {})
     shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in inputs)
-    twin.__dict__["_how"] = _How(model, script, cut, shapes, result_names(cut.results), _likeness(model, cut))
+    called = frozenset(id(inner) for code in cut.stages for top in code.modules for inner in top.modules())
+    names, likeness = result_names(cut.results), _likeness(model, called)
+    twin.__dict__["_how"] = _How(model, script, cut, shapes, names, called, likeness)
     twin.__dict__["fit"] = facts
     return twin

@@ -26,19 +26,22 @@ def traced(tracer: fx.Tracer, model: nn.Module) -> fx.Graph:
                 f"{type(model).__name__} draws random numbers that do not follow from its input, such as "
                 "torch.randn(8): use torch.randn_like, or a module such as nn.Dropout."
             )
-        if held.changed is not None:
-            noted = _Held(model)
-            type(tracer)().trace(model)
-            if name := held.lost or noted.changed:
-                raise RequestError(
-                    f"{type(model).__name__}.forward changes {name} besides its result. That would happen "
-                    "once, while it is traced: change it in the training loop instead."
-                )
+        if name := held.lost or (held.changed and _changed_again(tracer, model)):
+            raise RequestError(
+                f"{type(model).__name__}.forward changes {name} besides its result. That would happen "
+                "once, while it is traced: change it in the training loop instead."
+            )
     except Exception:
         held.put_back()
         numbers.put_back()
         raise
     return graph
+
+
+def _changed_again(tracer: fx.Tracer, model: nn.Module) -> str | None:
+    noted = _Held(model)
+    type(tracer)().trace(model)
+    return noted.changed
 
 
 class _Numbers:
