@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise, product
@@ -154,11 +154,8 @@ def test_these_cases_are_not_all_of_one_device() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_hardly_any_named_plan_with_any_shares_is_faster_than_the_choice(seed: int) -> None:
-    """Shares in eighths of every named strategy on every subset, foreseen by their programs.
-
-    Shares are guessed before the search, so one that rounds better may be missed: by 1.3 % in 1 case of 31.
-    """
+def test_no_named_plan_with_any_shares_is_faster_than_the_choice(seed: int) -> None:
+    """Shares in eighths of every named strategy on every subset, foreseen by their programs."""
     random = Random(500 + seed)
     graph, num = random_graph(random, random.choice((1, 2, 3))), random.choice((2, 3))
     cluster = unequal(random, num)
@@ -171,7 +168,7 @@ def test_hardly_any_named_plan_with_any_shares_is_faster_than_the_choice(seed: i
             except RequestError:
                 continue
             seconds = simulate(lower(graph, plan), cluster, memory=False).cost.seconds
-            assert best.cost.seconds <= seconds * 1.02, (name, devices, shares)
+            assert best.cost.seconds <= seconds * (1 + 1e-9), (name, devices, shares)
 
 
 def all_shares(total: int, num: int) -> Iterator[tuple[int, ...]]:
@@ -219,16 +216,36 @@ def better_clusters(cluster: Cluster) -> Iterator[Cluster]:
         yield replace(cluster, devices=tuple(devices))
 
 
+@pytest.mark.parametrize("make", (unequal, random_cluster))
 @pytest.mark.parametrize("seed", range(5))
-def test_the_forecast_is_hardly_ever_worse_for_a_better_cluster(seed: int) -> None:
-    """The final choice is made by programs, of what the search counts best: that may cost one percent."""
+def test_the_forecast_is_not_worse_for_a_better_cluster(seed: int, make: Callable[..., Cluster]) -> None:
+    """Each planned apart from the others: neither knows what was found for the other."""
     random = Random(600 + seed)
-    graph, cluster = random_graph(random, random.choice((1, 2))), unequal(random, random.choice((2, 3)))
+    graph, cluster = random_graph(random, random.choice((1, 2))), make(random, random.choice((2, 3)))
     before = decide(graph, cluster).best
     assert before is not None
     for changed in better_clusters(cluster):
         better = decide(graph, changed).best
-        assert better is not None and better.cost.seconds <= before.cost.seconds * 1.01
+        assert better is not None and better.cost.seconds <= before.cost.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_forecast_is_not_worse_with_more_memory(seed: int) -> None:
+    """Planned apart, with too little, just enough and plenty for the plan that is best without a limit."""
+    random = Random(900 + seed)
+    graph, cluster = random_graph(random, random.choice((1, 2))), unequal(random, random.choice((2, 3)))
+    cluster = replace(cluster, devices=tuple(replace(d, bare_bytes=10**5) for d in cluster.devices))
+    free = decide(graph, cluster).best
+    assert free is not None
+    peak = max(size for _, size in simulate(lower(graph, free.plan), cluster).cost.peak_bytes)
+    seconds = []
+    for part in (0.3, 0.7, 1.0, 1.05, 1.5):
+        size = int(part * peak)
+        limited = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
+        best = decide(graph, limited).best
+        seconds.append(best.cost.seconds if best else inf)
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise((*seconds, free.cost.seconds)))
+    assert seconds[0] > seconds[-1]  # memory mattered
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,12 +12,13 @@ from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Axis, Layout
 from manyhands.ir.graph import ITEM_BYTES, Graph
-from manyhands.ir.plan import LEAST_IN_FLIGHT, Cost, Kept, Plan
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Cost, Kept, Plan, Segment
 from manyhands.planning.candidates import by_speed
 from manyhands.planning.choosing import Chooser
 from manyhands.planning.lightening import lightened
 from manyhands.planning.lowering import lower
 from manyhands.planning.pieces import Numbers
+from manyhands.planning.refining import refined
 from manyhands.planning.search import Search
 from manyhands.planning.simulation import SGD_WITH_MOMENTUM, foreseen_peak, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
@@ -27,6 +28,7 @@ MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the
 QUICK = 250  # layers times devices, up to which memory is told although nothing limits it
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
 ROOMY = 4  # of the best plans, those for which it is tried to have more on its way at a time
+TRIED_CHANGES = 400  # of the best plan, by its programs, where network and devices are few
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
 WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
@@ -108,6 +110,9 @@ def decide(
     found, options = [*found, *light], [*options, *light]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     fitting.sort(key=lambda option: _rank(option, cluster))
+    layouts = tuple(dict.fromkeys(s.layout for option in options for s in option.plan.segments))
+    fitting += [decider.refined(option, layouts, required) for option in fitting[:1]]
+    fitting.sort(key=lambda option: _rank(option, cluster))
     fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
@@ -171,11 +176,35 @@ class _Decider:
 
     def with_room(self, option: Option) -> Option:
         """The same with more on its way at a time, where that is foreseen to help and fits."""
+        worth = 1.0 if self.chooser.thorough else WORTH  # little is on its way in a small network
         for size in IN_FLIGHT if option.simulated and option.plan.devices[1:] else ():
             roomy = self.foresee(option.name, replace(option.plan, in_flight_bytes=size))
-            if roomy.fits and roomy.cost.seconds < WORTH * option.cost.seconds:
+            if roomy.fits and roomy.cost.seconds < worth * option.cost.seconds:
                 option = roomy
         return option
+
+    def refined(self, option: Option, layouts: tuple[Layout, ...], required: tuple[str, ...]) -> Option:
+        """The same, better by its programs, where these are quickly foreseen."""
+        if not self.chooser.thorough or not option.simulated:
+            return option
+
+        def planned(segments: tuple[Segment, ...]) -> Plan:
+            used = {device for segment in segments for device in segment.layout.devices}
+            devices = tuple(name for name in self.cluster.names if name in used)
+            return replace(option.plan, segments=segments, devices=devices)
+
+        def seconds(segments: tuple[Segment, ...]) -> float:
+            try:
+                return self._simulated(planned(segments), memory=False).seconds
+            except RequestError:
+                return inf
+
+        def fits(segments: tuple[Segment, ...]) -> bool:
+            plan = planned(segments)
+            return set(required) <= set(plan.devices) and self.foresee("auto", plan).fits
+
+        best = refined(option.plan.segments, layouts, seconds, fits, TRIED_CHANGES)
+        return self.foresee("auto", planned(best))
 
     def packed(self, option: Option) -> Option:
         """The same without the zeros of what travels, if that fits."""
