@@ -139,7 +139,7 @@ def profile(
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Time the layers of this model.")] = None,
     input: Input = None,
-    batch: BatchSize = 8,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Images in a step; else 8.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this device; with --cluster all its devices and links, and write them into that file.
@@ -153,9 +153,11 @@ def profile(
         from manyhands.measuring import profile_and_show as profile_model
 
         with busy(as_json):
-            measured, view = profile_model(model, input, batch, devices or 2, threads)
+            measured, view = profile_model(model, input, batch or 8, devices or 2, threads)
         print(json.dumps(measured)) if as_json else show(view)
         return
+    if input is not None or batch is not None:
+        raise RequestError("--input and --batch are of a model's layers: name it with --model.")
     from manyhands.surveying import profile_and_show
 
     profile_and_show(cluster, name, devices, threads, as_json=as_json)

@@ -41,8 +41,7 @@ def load_model(reference: str, *, seed: int = 0, num_classes: int | None = None)
     torch.manual_seed(seed)
     if ":" not in reference:
         if reference not in models.names():
-            hint = nearest(reference, models.names())
-            raise RequestError(f"no model is called {reference!r}.{hint} `manyhands models` lists them.")
+            raise _no_model(reference)
         try:
             return models.build(reference, num_classes)
         except ValueError as error:
@@ -84,7 +83,14 @@ def default_input(reference: str) -> str:
         return "x".join(str(size) for size in models.ZOO[reference].input_shape)
     if ":" in reference:
         raise RequestError("say what one image looks like: --input 3x224x224.")
-    raise RequestError(f"no model is called {reference!r}.{nearest(reference, models.names())}")
+    raise _no_model(reference)
+
+
+def _no_model(reference: str) -> RequestError:
+    if reference.endswith(".py"):
+        return RequestError(f"say which function of {reference} returns the model: {reference}:build.")
+    hint = nearest(reference, models.names())
+    return RequestError(f"no model is called {reference!r}.{hint} `manyhands models` lists them.")
 
 
 def parse_inputs(text: str) -> tuple[tuple[int, ...], ...]:

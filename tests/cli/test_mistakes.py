@@ -27,6 +27,13 @@ def manyhands(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 MISTAKES = {
     "unknown model": (("plan", "resnet19"), "Did you mean 'resnet18'?"),
+    "file without a function": (("plan", "net.py"), "net.py:build"),
+    "input of too few sizes": (("plan", "resnet18", "--input", "3x64"), "where the model is given 8x3x64: "),
+    "input with commas": (
+        ("plan", "resnet18", "--input", "3,64,64"),
+        "ResNet takes 1 input, and 3 are given: 8x3, 8x64, 8x64.",
+    ),
+    "profile of a batch of nothing": (("profile", "--batch", "4"), "name it with --model"),
     "missing file": (("plan", "nowhere.py:build", "--input", "3x8x8"), "nowhere.py is not a file"),
     "no such function": (("plan", "{folder}/net.py:biuld", "--input", "3x8x8"), "Did you mean 'build'?"),
     "not a module": (("plan", "{folder}/net.py:number", "--input", "3x8x8"), "not an nn.Module"),

@@ -304,3 +304,8 @@ def test_what_will_be_used_is_printed_and_can_be_read_again(tmp_path: Path, more
     again.write_text(first.stdout)
     assert in_process("train", str(again), "--print-config").stdout == first.stdout
     assert ("evaluate = false" in first.stdout) == ("evaluate" in more)
+
+
+def test_nothing_to_go_on_from_is_said(tmp_path: Path) -> None:
+    ended = in_process("train", job(tmp_path, more="evaluate = false\n"), "--resume")
+    assert ended.returncode == 0 and "no checkpoint to go on from: it begins anew" in ended.stdout

@@ -81,11 +81,26 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
                 f"{type(model).__name__} cannot be traced: {first_line(error)}. "
                 "Forward must not branch on the values of tensors."
             ) from error
+        _refuse_more_inputs(model, graph, example)
         runner = _propagate(model, graph, example)
         if any(runner.overwrites.values()):
             _refuse_lost_values(model, graph, example)
     graph.owning_module = None  # else every call of the graph would keep the whole model's weights alive
     return Walk(graph, runner.values, runner.overwrites, walker.opaque)
+
+
+def _refuse_more_inputs(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> None:
+    """fx would pass over them without a word."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(example) > len(inputs) and not any(str(node.target).startswith("*") for node in inputs):
+        raise RequestError(
+            f"{type(model).__name__} takes {len(inputs)} input{'s' * (len(inputs) != 1)}, and "
+            f"{len(example)} are given: {', '.join(_shape(tensor) for tensor in example)}."
+        )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "x".join(str(size) for size in tensor.shape)
 
 
 def _propagate(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> _Runner:
@@ -140,12 +155,13 @@ class _Runner(nn.Module):
         self.overwrites: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def forward(self, *example: torch.Tensor) -> Any:
-        return _Recorder(self).run(*example)
+        return _Recorder(self, " and ".join(_shape(tensor) for tensor in example)).run(*example)
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, runner: _Runner) -> None:
+    def __init__(self, runner: _Runner, given: str) -> None:
         super().__init__(runner.inner, garbage_collect_values=False)
+        self.given = given
         self.values, self.overwrites = runner.values, runner.overwrites
 
     def run_node(self, node: fx.Node) -> Any:
@@ -153,7 +169,8 @@ class _Recorder(fx.Interpreter):
         try:
             result = self._run(node)
         except Exception as error:
-            raise RequestError(f"{where(node)} does not fit its input: {first_line(error)}") from error
+            place = f"{where(node)} does not fit its input where the model is given {self.given}"
+            raise RequestError(f"{place}: {first_line(error)}") from error
         if isinstance(result, torch.Tensor) and not result.is_meta:
             result = result.to("meta")  # a tensor kept as a plain attribute, or made in forward
         if isinstance(result, torch.device):

@@ -26,6 +26,8 @@ def train_and_show(job: Job, name: str | None, *, resume: bool, quiet: bool, as_
         return {}
     if not quiet and not as_json:
         _introduce(console, start)
+        if resume and start.checkpoint is None and (start.here is None or name == start.cluster.names[0]):
+            console.print("There is no checkpoint to go on from: it begins anew.")
     limits = {device.name: device.memory_bytes for device in start.cluster.devices}
     folder = Path(job.folder or ".")
     recorder = Recorder(folder, limits, quiet=quiet, as_json=as_json, console=console)
