@@ -31,7 +31,7 @@ MISTAKES = {
     "input of too few sizes": (("plan", "resnet18", "--input", "3x64"), "where the model is given 8x3x64: "),
     "input with commas": (
         ("plan", "resnet18", "--input", "3,64,64"),
-        "ResNet takes 1 input, and 3 are given: 8x3, 8x64, 8x64.",
+        "ResNet cannot be given 8x3, 8x64, 8x64: too many positional arguments.",
     ),
     "profile of a batch of nothing": (("profile", "--batch", "4"), "name it with --model"),
     "missing file": (("plan", "nowhere.py:build", "--input", "3x8x8"), "nowhere.py is not a file"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from manyhands.ir.cluster import Trial
 from manyhands.ir.geometry import Axis, Cut, Layout
 from manyhands.ir.plan import Segment
 from manyhands.planning.choosing import Chooser
-from manyhands.planning.deciding import decide
+from manyhands.planning.deciding import Option, decide
+from manyhands.planning.lowering import lower
 from manyhands.planning.refining import Segments, refined
 from tests.planning.random_graphs import random_graph
 from tests.planning.test_search import unequal
@@ -87,14 +90,38 @@ def test_it_ends_after_so_many_tries() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_choice_has_every_layer_once_and_the_devices_that_are_required(seed: int) -> None:
+def test_the_choice_has_every_layer_once_and_its_devices(seed: int) -> None:
     random = Random(seed)
     graph, cluster = random_graph(random, 2), unequal(random, 3)
     assert Chooser(graph, cluster).thorough
-    best = decide(graph, cluster, required=cluster.names[:2]).best
+    best = decide(graph, cluster).best
     assert best is not None
     layers = [name for segment in best.plan.segments for name in segment.layers]
-    assert layers == [layer.name for layer in graph.layers if layer.name in set(layers)]
-    assert set(layers) == {layer.name for layer in graph.layers} - {"x"}
-    used = {device for segment in best.plan.segments for device in segment.layout.devices}
-    assert set(cluster.names[:2]) <= used == set(best.plan.devices)
+    assert layers == [layer.name for layer in graph.layers if layer.name != "x"]
+    assert {device for s in best.plan.segments for device in s.layout.devices} == set(best.plan.devices)
+
+
+@pytest.mark.parametrize("seed", (1, 3, 6))
+def test_a_required_device_has_something_to_compute_however_slow_it_is(seed: int) -> None:
+    """Where rows are cut of what has none, as behind a flatten, the first device has it all."""
+    random = Random(seed)
+    graph, cluster = random_graph(random, 2), unequal(random, 2)
+    slow = replace(cluster.devices[1], flops_per_s=2e6)
+    cluster = replace(cluster, devices=(cluster.devices[0], slow))
+    best = decide(graph, cluster, required=cluster.names).best
+    assert best is not None
+    computed = lower(graph, best.plan).regions.computed
+    assert all(any(tiles[name].numel for tiles in computed.values()) for name in cluster.names)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fastest_trial_is_chosen_also_if_it_had_been_changed(seed: int) -> None:
+    random = Random(seed)
+    graph, cluster = random_graph(random, 2), unequal(random, 2)
+    decision = decide(graph, cluster)
+    assert decision.best is not None
+    others = [each for each in decision.others if isinstance(each, Option)]
+    trials = [Trial("auto", decision.best.plan, 0.9 * decision.best.cost.seconds)]
+    trials += [Trial(each.name, each.plan, each.cost.seconds) for each in others]
+    again = decide(graph, replace(cluster, trials=tuple(trials))).best
+    assert again is not None and again.plan == decision.best.plan

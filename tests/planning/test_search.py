@@ -16,6 +16,7 @@ import pytest
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Axis, Cut, Layout
+from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.planning.choosing import Chooser
 from manyhands.planning.deciding import Option, decide
@@ -229,23 +230,31 @@ def test_the_forecast_is_not_worse_for_a_better_cluster(seed: int, make: Callabl
         assert better is not None and better.cost.seconds <= before.cost.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", (2, 3, 6, 9))  # where memory matters and there is a way round it
 def test_the_forecast_is_not_worse_with_more_memory(seed: int) -> None:
-    """Planned apart, with too little, just enough and plenty for the plan that is best without a limit."""
+    """Planned apart, from what hardly anything fits into to what the fastest plan needs."""
     random = Random(900 + seed)
-    graph, cluster = random_graph(random, random.choice((1, 2))), unequal(random, random.choice((2, 3)))
+    graph, cluster = with_many_images(random), unequal(random, 2)
     cluster = replace(cluster, devices=tuple(replace(d, bare_bytes=10**5) for d in cluster.devices))
     free = decide(graph, cluster).best
     assert free is not None
     peak = max(size for _, size in simulate(lower(graph, free.plan), cluster).cost.peak_bytes)
-    seconds = []
-    for part in (0.3, 0.7, 1.0, 1.05, 1.5):
-        size = int(part * peak)
-        limited = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
-        best = decide(graph, limited).best
-        seconds.append(best.cost.seconds if best else inf)
-    assert all(more <= less * (1 + 1e-9) for less, more in pairwise((*seconds, free.cost.seconds)))
-    assert seconds[0] > seconds[-1]  # memory mattered
+    found = []
+    for part in (0.35, 0.5, 0.65, 0.8, 1.05):
+        devices = tuple(replace(d, memory_bytes=int(part * peak)) for d in cluster.devices)
+        found.append(decide(graph, replace(cluster, devices=devices)).best)
+    seconds = [each.cost.seconds if each else inf for each in (*found, free)]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(seconds))
+    assert any(free.cost.seconds < each < inf for each in seconds), "memory has to matter"
+    assert any(s.redo for each in found if each for s in each.plan.segments), "something is computed again"
+
+
+def with_many_images(random: Random) -> Graph:
+    """So that images take more memory than all else; no classifier, whose shapes depend on their number."""
+    while "fc" in (graph := random_graph(random, 2)).by_name():
+        pass
+    layers = tuple(replace(layer, shape=(64, *layer.shape[1:])) for layer in graph.layers)
+    return replace(graph, layers=layers)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -252,3 +252,15 @@ def test_what_torch_refuses_in_backward_is_refused_before(
     with pytest.raises(RequestError, match="changes a tensor in place that its backward needs") as error:
         graph_of(then)
     assert "\n" not in str(error.value)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor, *, turned: bool = False, **more: Tensor) -> Tensor:
+        return x * scale
+
+
+@pytest.mark.parametrize(("count", "why"), ((1, "'scale'"), (3, "too many")))
+def test_too_few_and_too_many_inputs_are_refused(count: int, why: str) -> None:
+    with pytest.raises(RequestError, match=f"^Scaled cannot be given 2x2x8x6.*: .*{why}.*\\.$"):
+        manyhands.trace(Scaled(), *(X,) * count)
+    assert manyhands.trace(Scaled(), X, X).graph.outputs

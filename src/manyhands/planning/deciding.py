@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, prod
 
 import numpy as np
@@ -12,13 +13,13 @@ from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import graph_digest
 from manyhands.ir.geometry import Axis, Layout
 from manyhands.ir.graph import ITEM_BYTES, Graph
-from manyhands.ir.plan import LEAST_IN_FLIGHT, Cost, Kept, Plan, Segment
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Cost, Kept, Plan
 from manyhands.planning.candidates import by_speed
 from manyhands.planning.choosing import Chooser
 from manyhands.planning.lightening import lightened
 from manyhands.planning.lowering import lower
 from manyhands.planning.pieces import Numbers
-from manyhands.planning.refining import refined
+from manyhands.planning.refining import Segments, refined
 from manyhands.planning.search import Search
 from manyhands.planning.simulation import SGD_WITH_MOMENTUM, foreseen_peak, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
@@ -28,7 +29,8 @@ MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the
 QUICK = 250  # layers times devices, up to which memory is told although nothing limits it
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
 ROOMY = 4  # of the best plans, those for which it is tried to have more on its way at a time
-TRIED_CHANGES = 400  # of the best plan, by its programs, where network and devices are few
+CHANGES = 400  # of the best plan that are tried, where network and devices are few
+CHANGED = 12_000  # layers times devices times changes, the most
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
 WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
@@ -100,7 +102,7 @@ def decide(
     if room and decider.chooser.few:
         roomy = [option for layouts in searches for option in decider.searched(layouts, roomy=True)]
         found += [decider.with_room(option) for option in roomy if option.fits]
-    tried = [trial.plan for trial in cluster.trials if trial.plan.packed and trial.plan.graph == digest]
+    tried = [trial.plan for trial in cluster.trials if trial.plan.graph == digest]
     tried = [plan for plan in tried if room or plan.in_flight_bytes == LEAST_IN_FLIGHT]
     known = tuple(plan for plan in (*known, *tried) if set(plan.devices) <= set(cluster.names))
     found += [decider.foresee("auto", plan) for plan in known]
@@ -110,9 +112,12 @@ def decide(
     found, options = [*found, *light], [*options, *light]
     fitting = [option for option in options if option.fits and set(required) <= set(option.plan.devices)]
     fitting.sort(key=lambda option: _rank(option, cluster))
-    layouts = tuple(dict.fromkeys(s.layout for option in options for s in option.plan.segments))
-    fitting += [decider.refined(option, layouts, required) for option in fitting[:1]]
-    fitting.sort(key=lambda option: _rank(option, cluster))
+    if fitting and decider.chooser.thorough:
+        layouts = tuple(dict.fromkeys(s.layout for option in options for s in option.plan.segments))
+        changed = decider.refined(fitting[0], layouts, required)
+        if changed is not fitting[0]:
+            found.append(changed)
+            fitting = sorted([*fitting, changed], key=lambda option: _rank(option, cluster))
     fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
@@ -176,35 +181,45 @@ class _Decider:
 
     def with_room(self, option: Option) -> Option:
         """The same with more on its way at a time, where that is foreseen to help and fits."""
-        worth = 1.0 if self.chooser.thorough else WORTH  # little is on its way in a small network
+        worth = 1.0 if self.is_light else WORTH
         for size in IN_FLIGHT if option.simulated and option.plan.devices[1:] else ():
             roomy = self.foresee(option.name, replace(option.plan, in_flight_bytes=size))
             if roomy.fits and roomy.cost.seconds < worth * option.cost.seconds:
                 option = roomy
         return option
 
-    def refined(self, option: Option, layouts: tuple[Layout, ...], required: tuple[str, ...]) -> Option:
-        """The same, better by its programs, where these are quickly foreseen."""
-        if not self.chooser.thorough or not option.simulated:
-            return option
+    @cached_property
+    def is_light(self) -> bool:
+        """Are all weights together no more than may be on its way in any case?"""
+        weights = (p for layer in self.graph.layers for p in layer.parameters if p.trainable)
+        return sum(prod(p.shape) * ITEM_BYTES[p.dtype] for p in weights) <= LEAST_IN_FLIGHT
 
-        def planned(segments: tuple[Segment, ...]) -> Plan:
+    def refined(self, option: Option, layouts: tuple[Layout, ...], required: tuple[str, ...]) -> Option:
+        """The same, changed for as long as its programs are foreseen to get better."""
+        if not option.simulated:
+            return option
+        shapes = {layer.name: layer.shape for layer in self.graph.layers}
+
+        def planned(segments: Segments) -> Plan:
             used = {device for segment in segments for device in segment.layout.devices}
             devices = tuple(name for name in self.cluster.names if name in used)
             return replace(option.plan, segments=segments, devices=devices)
 
-        def seconds(segments: tuple[Segment, ...]) -> float:
-            try:
-                return self._simulated(planned(segments), memory=False).seconds
-            except RequestError:
-                return inf
-
-        def fits(segments: tuple[Segment, ...]) -> bool:
+        def seconds(segments: Segments) -> float:
             plan = planned(segments)
-            return set(required) <= set(plan.devices) and self.foresee("auto", plan).fits
+            cost = self._simulated(plan, memory=False)
+            return _rank(Option("auto", plan, cost, True, ()), self.cluster)
 
-        best = refined(option.plan.segments, layouts, seconds, fits, TRIED_CHANGES)
-        return self.foresee("auto", planned(best))
+        def is_possible(segments: Segments) -> bool:
+            plan = planned(segments)
+            tiles = (tile for s in segments for tile in s.layout.tiles(shapes[s.layers[-1]]).values())
+            if not set(required) <= set(plan.devices) or not all(tile.numel for tile in tiles):
+                return False
+            return self._num_messages(plan) <= MAX_MESSAGES and self.foresee("auto", plan).fits
+
+        tries = min(CHANGES, CHANGED // (len(shapes) * len(self.cluster.names)))
+        best = refined(option.plan.segments, layouts, seconds, is_possible, tries)
+        return option if best == option.plan.segments else self.foresee("auto", planned(best))
 
     def packed(self, option: Option) -> Option:
         """The same without the zeros of what travels, if that fits."""

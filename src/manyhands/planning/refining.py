@@ -21,25 +21,26 @@ def refined(
     segments: Segments,
     layouts: tuple[Layout, ...],
     seconds: Callable[[Segments], float],
-    fits: Callable[[Segments], bool],
+    is_possible: Callable[[Segments], bool],
     tries: int,
 ) -> Segments:
     """Segments of which no change is an improvement: of shares, of one layout, of where a segment ends.
 
-    `layouts` may be given to segments; `seconds` says how long a step takes, and infinity of what cannot be;
-    `fits` is asked only of what would be faster. After so many tries it ends with what it has.
+    `layouts` may be given to segments; `seconds` says how long a step takes, and `is_possible` is asked of
+    what would be faster. After so many tries it ends with what it has.
     """
-    best_s, tried = seconds(segments), {segments}
-    while len(tried) < tries:
+    best_s, tried, improved = seconds(segments), {segments}, True
+    while improved:
+        improved = False
         for found in _changed(segments, layouts):
-            if found in tried or len(tried) == tries:
+            if len(tried) >= tries:
+                return segments
+            if found in tried:
                 continue
             tried.add(found)
-            if (found_s := seconds(found)) < best_s and fits(found):
-                segments, best_s = found, found_s
+            if (found_s := seconds(found)) < best_s and is_possible(found):
+                segments, best_s, improved = found, found_s, True
                 break
-        else:
-            return segments
     return segments
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,7 @@ class Walk:
 
 def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
     """Follow a model's forward for inputs of these shapes."""
+    _refuse_other_inputs(model, example)
     walker = Walker()
     with ONE_AT_A_TIME:
         try:
@@ -81,7 +83,6 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
                 f"{type(model).__name__} cannot be traced: {first_line(error)}. "
                 "Forward must not branch on the values of tensors."
             ) from error
-        _refuse_more_inputs(model, graph, example)
         runner = _propagate(model, graph, example)
         if any(runner.overwrites.values()):
             _refuse_lost_values(model, graph, example)
@@ -89,18 +90,17 @@ def walk(model: nn.Module, example: Sequence[torch.Tensor]) -> Walk:
     return Walk(graph, runner.values, runner.overwrites, walker.opaque)
 
 
-def _refuse_more_inputs(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> None:
-    """fx would pass over them without a word."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    if len(example) > len(inputs) and not any(str(node.target).startswith("*") for node in inputs):
-        raise RequestError(
-            f"{type(model).__name__} takes {len(inputs)} input{'s' * (len(inputs) != 1)}, and "
-            f"{len(example)} are given: {', '.join(_shape(tensor) for tensor in example)}."
-        )
+def _refuse_other_inputs(model: nn.Module, example: Sequence[torch.Tensor]) -> None:
+    """Of those that are too many, fx would say nothing."""
+    try:
+        inspect.signature(model.forward).bind(*example)
+    except TypeError as error:
+        given = ", ".join(_shape(tensor) for tensor in example)
+        raise RequestError(f"{type(model).__name__} cannot be given {given}: {error}.") from None
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    return "x".join(str(size) for size in tensor.shape)
+    return "x".join(str(size) for size in tensor.shape) or "a number"
 
 
 def _propagate(model: nn.Module, graph: fx.Graph, example: Sequence[torch.Tensor]) -> _Runner:
