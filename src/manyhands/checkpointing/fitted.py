@@ -72,18 +72,26 @@ class _How:
         for given, (shape, dtype, with_gradient) in zip(args, self.inputs, strict=True):
             if not isinstance(given, Tensor):
                 raise RequestError(f"a fitted model takes tensors, not {type(given).__name__}.")
-            same = given.shape[1:] == shape[1:] and given.dtype == dtype and given.is_contiguous()
-            if not same or given.shape[:1] > shape[:1] or given.requires_grad != with_gradient:
+            if not given.is_contiguous():
+                raise RequestError("a fitted model takes contiguous inputs: give images.contiguous().")
+            if given.requires_grad != with_gradient:
+                wanted = "with" if with_gradient else "without"
                 raise RequestError(
-                    f"fitted for contiguous inputs of {tuple(shape)} ({dtype}), or fewer samples; this has "
-                    f"{tuple(given.shape)} ({given.dtype}). Call manyhands.fit with an example of it."
+                    f"fitted for an input {wanted} a gradient of its own (requires_grad): this differs. "
+                    "Fit the original model with an example of it."
+                )
+            if given.shape[1:] != shape[1:] or given.dtype != dtype or given.shape[:1] > shape[:1]:
+                raise RequestError(
+                    f"fitted for inputs of {tuple(shape)} ({dtype}), or fewer samples; this has "
+                    f"{tuple(given.shape)} ({given.dtype}). Fit the original model with an example of it."
                 )
         if torch.is_autocast_enabled("cpu"):
             raise RequestError("a fitted model does not run under autocast: it was measured without.")
         if _likeness(module, self.called) != self.likeness:
             raise RequestError(
                 "the model has changed since it was fitted: a module, its mode, its hooks or a number in it, "
-                "or which weights are trained. Call manyhands.fit again; to evaluate, use torch.no_grad()."
+                "or which weights are trained. Fit the original model again, in the mode in which it will be "
+                "trained; to evaluate, use torch.no_grad()."
             )
 
 

@@ -14,23 +14,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpointing.asking import asked_bytes, asked_directory, asked_inputs, check_model
 from manyhands.checkpointing.fitted import Fit, fitted, is_hooked
 from manyhands.checkpointing.lasting import later_bytes, result_bytes, state_bytes
 from manyhands.checkpointing.measuring import measure, untouched
 from manyhands.consoles import busy
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.schedule import Chain, Disk
-from manyhands.loading import parse_bytes
 from manyhands.planning.checkpoints import Checkpoints, Table, plain
 from manyhands.reporting.text import amount
 from manyhands.runtime.allocator import Room, fill_holes, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
-from manyhands.runtime.recipes import Convolution, Norm, is_altered, is_watched, recipe_for
+from manyhands.runtime.recipes import Convolution, Norm, is_watched, recipe_for
 from manyhands.runtime.replaying import Growth, Script, run
 from manyhands.runtime.shelf import measure as measure_disk
 from manyhands.tracing.stages import Staged, result_names, staged
 
 SPARE = 0.01  # of the budget: what a process needs now and then besides
+STEADY = 1.005  # times the smallest that was found: what is named, since another try may find a little more
 UNSTEADY = 0.06  # of the room for tensors, where freed memory is kept: the places of blocks differ by step
 LOOSE = 1.6  # times the smallest schedule, from which on freed memory is kept
 ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with then
@@ -59,32 +60,11 @@ def fit(
     as much as SGD with momentum. What was found is in the module's `fit`. `disk`: a directory to which
     states may be written instead of being computed again, where that is clearly faster on this device.
     """
-    if not isinstance(model, nn.Module):
-        raise RequestError(f"the model must be an nn.Module, not {type(model).__name__}.")
-    inputs = (example,) if isinstance(example, Tensor) else tuple(example)
-    if not isinstance(memory, str | int | float):
-        raise RequestError(f'memory is a number of bytes or a size such as "900MB", not {memory!r}.')
-    budget = parse_bytes(memory) if isinstance(memory, str) else int(memory)
-    _check(model, inputs)
+    budget, inputs, shelf = asked_bytes(memory), asked_inputs(example), asked_directory(disk)
+    check_model(model, inputs, optimizer)
     with busy(not sys.stderr.isatty()) as status:
-        shelf = Path(disk).resolve() if disk is not None else None
         fitting = _Fitting(model, inputs, budget, optimizer, shelf, lambda what: status.update(f"{what} ..."))
         return fitted(model, *fitting.found())
-
-
-def _check(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    if not inputs or not all(isinstance(tensor, Tensor) for tensor in inputs):
-        raise RequestError("the example must be a tensor, or one for each input of the model.")
-    if any(tensor.device.type != "cpu" for tensor in (*inputs, *model.parameters())):
-        raise RequestError("model and example must be in the memory of the CPU: only that can be fitted.")
-    if not all(tensor.is_contiguous() for tensor in inputs):
-        raise RequestError("the example is not contiguous. Give example.contiguous(), and such images later.")
-    if is_altered(model):
-        raise RequestError("the model has a forward of its own beside its class's: that would be lost.")
-    if torch.is_autocast_enabled("cpu"):
-        raise RequestError("a model cannot be fitted under autocast.")
-    if not forget_peak():
-        raise RequestError("this system does not tell the peak of a process (/proc/self/clear_refs).")
 
 
 class _Fitting:
@@ -128,7 +108,8 @@ class _Fitting:
             smallest = Table(chain, 2 * plain(chain).peak_bytes, disk=self.disk).least_bytes
             assert smallest is not None
             stage = chain.stages[_largest(chain)].name
-            raise self._too_little(with_spare(base + smallest), base, stage)
+            need = int(STEADY * with_spare(base + smallest))
+            raise self._too_little(f"about {amount(need)}", base, stage, "that much")
         parts: tuple[float, ...] = TIGHT
         if room > LOOSE * least and not self.tight:  # enough to keep what is freed
             self.keep, chain = True, self._measured(chain)
@@ -289,7 +270,8 @@ class _Fitting:
             if base + needs[largest] > self.budget:
                 more = result_bytes(self.staged)
                 need = with_spare(base + more + needs[largest])
-                raise self._too_little(need, base + more, self.staged.stages[largest].name, "at least ")
+                name = self.staged.stages[largest].name
+                raise self._too_little(f"at least {amount(need)}", base + more, name, "clearly more")
         self.tight |= tight
         return tight
 
@@ -324,11 +306,11 @@ class _Fitting:
         memories = {self.staged.memory[name] for name in names if name in self.staged.memory}
         return sum(self.staged.memory_bytes[memory] for memory in memories)
 
-    def _too_little(self, need: int, base: int, stage: str, how: str = "") -> RequestError:
+    def _too_little(self, need: str, base: int, stage: str, allow: str) -> RequestError:
         return RequestError(
-            f"{amount(self.budget)} are too little: the smallest schedule needs {how}{amount(need)}, of "
-            f"which {amount(base)} are the process, weights, gradients, results and the optimiser's state; "
-            f"{stage} needs most of the rest. Allow that much, or try a smaller batch or image."
+            f"{amount(self.budget)} are too little: the smallest schedule needs {need}, of which "
+            f"{amount(base)} are the process, weights, gradients, results and the optimiser's state; "
+            f"{stage} needs most of the rest. Allow {allow}, or try a smaller batch or image."
         )
 
 
