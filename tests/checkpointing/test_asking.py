@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import manyhands
+from manyhands.profiling.system import Room
 
 IMAGES = torch.randn(2, 3, 16, 16)
 
@@ -62,7 +64,21 @@ def test_a_fitted_model_is_not_fitted_again_and_says_how_an_input_differs() -> N
         manyhands.fit(model(), IMAGES, memory="2GB")
 
 
-def test_only_what_was_measured_is_said_to_be_enough() -> None:
-    """Before that it is a bound from below."""
+def test_what_is_named_is_enough() -> None:
+    """The machine has more memory than is allowed, so it is measured what would do."""
+    net = nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU()))
+    )
+    images = torch.randn(16, 3, 160, 160)
+    with pytest.raises(manyhands.RequestError, match="Allow that much") as error:
+        manyhands.fit(net, images, memory="50MB")
+    named = re.search(r"needs about (.*?), of", str(error.value))
+    assert named is not None
+    assert manyhands.fit(net, images, memory=named[1]).fit.foreseen_bytes  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_measured_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no more memory than is allowed, as on the board itself."""
+    monkeypatch.setattr("manyhands.profiling.system.room", lambda root: Room(1000, "cgroup"))
     with pytest.raises(manyhands.RequestError, match=r"needs at least .*\. Allow clearly more"):
         manyhands.fit(model(), IMAGES, memory="50MB")

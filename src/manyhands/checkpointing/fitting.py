@@ -22,6 +22,7 @@ from manyhands.consoles import busy
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.schedule import Chain, Disk
 from manyhands.planning.checkpoints import Checkpoints, Table, plain
+from manyhands.profiling import system
 from manyhands.reporting.text import amount
 from manyhands.runtime.allocator import Room, fill_holes, return_freed_memory
 from manyhands.runtime.process import current_memory, forget_peak, peak_memory
@@ -36,6 +37,8 @@ UNSTEADY = 0.06  # of the room for tensors, where freed memory is kept: the plac
 LOOSE = 1.6  # times the smallest schedule, from which on freed memory is kept
 ROOM_TO_REUSE = (1.0, 0.8, 0.65)  # parts of the room for tensors that schedules are tried with then
 TIGHT = (1.0,)
+AMPLE = 2  # times what a stage takes while it is measured, to measure it although it will be refused
+PLENTY = 1 << 62
 WORTH_WRITING = 1.05  # times quicker than without a disk: cards wear out
 REPEATS = 2
 TRIES = 4
@@ -83,6 +86,7 @@ class _Fitting:
         self.disk = None if shelf is None else self._measured_disk(shelf)
         self.model, self.inputs, self.budget = model, inputs, budget
         self.most = int(budget * (1 - SPARE))
+        self.within = budget  # what may be taken while it is measured
         self.staged = _staged(model, inputs)
         self.recipes = [recipe_for(code) for code in self.staged.stages]
         self.state_bytes = state_bytes(model, optimizer)  # of the optimiser, that is not there yet
@@ -262,18 +266,26 @@ class _Fitting:
         there = self._bytes(self.staged.states[stage])
         base = current_memory() - there + self.later_bytes
         as_written, frugal = self._measuring(stage)
-        tight = base + as_written > self.budget and self.recipes[stage].modes > 1
+        tight = base + as_written > self.within and self.recipes[stage].modes > 1
         needs = list(self.needs)
         needs[stage] = max(needs[stage], frugal if tight else as_written)
-        if stage == 0 or base + needs[stage] > self.budget:
+        if stage == 0 or base + needs[stage] > self.within:
             largest = max(range(len(needs)), key=needs.__getitem__)
-            if base + needs[largest] > self.budget:
+            if base + needs[largest] > self.within and not self._may_measure_all():
                 more = result_bytes(self.staged)
                 need = with_spare(base + more + needs[largest])
                 name = self.staged.stages[largest].name
                 raise self._too_little(f"at least {amount(need)}", base + more, name, "clearly more")
+            tight &= self.within == self.budget
         self.tight |= tight
         return tight
+
+    def _may_measure_all(self) -> bool:
+        """Has this machine more memory than was allowed? Then what would be enough can be found out."""
+        most = max(self._measuring(stage)[0] for stage in range(len(self.staged.stages)))
+        if system.room(Path("/")).left_bytes > AMPLE * most:
+            self.within = PLENTY
+        return self.within == PLENTY
 
     def _told(self, stage: int) -> bool:
         self.tell(f"measuring stage {stage + 1} of {len(self.staged.stages)} again")
