@@ -12,12 +12,14 @@ from rich.table import Table
 
 from manyhands.benches.emulated import Choose, Lap, Setting, Tell, auto, cluster, laps, tell_at
 from manyhands.errors import RequestError
+from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
 from manyhands.peers import PEERS
 from manyhands.profiling.device import core_flops_per_s
 
-DEVICES, PART = 4, 0.25  # of a core of this machine, each
+DEVICES = 4
+GFLOPS = 25.0  # of each: so one alone takes 3.5 s for a step of ResNet-18 and 30 s for one of VGG16-BN
 RATES = (1000.0, 100.0, 25.0)  # Mbit/s
 MODELS = {
     "vgg16-bn": ((3, 224, 224), 8),
@@ -67,6 +69,7 @@ def run(
     keep: Path | None,
     tell: Tell,
     wire: str | None = None,
+    gflops: float = GFLOPS,
 ) -> tuple[Cell, ...]:
     """The cells asked for, one after another; what `keep` has already is not raced again."""
     if unknown := [name for name in only if name not in MODELS]:
@@ -77,7 +80,7 @@ def run(
     core, cells = core_flops_per_s(), []
     for model, mbit in wanted:
         rivals = "-".join((*(peers or ("all",)), wire or ""))
-        setting = f"{model}-{mbit:g}-{dilation or 0:g}-{rounds}-{rivals}"
+        setting = f"{model}-{mbit:g}-{gflops:g}-{dilation or 0:g}-{rounds}-{rivals}"
         file = None if keep is None else keep / f"{setting.rstrip('-').replace(' ', '_')}.json"
         if file is not None and file.is_file():
             cells.append(decode(Cell, json.loads(file.read_text())))
@@ -85,7 +88,8 @@ def run(
         ours: dict[str, Choose] = {"auto": auto}
         if wire is not None:
             ours[f"auto, {wire}"] = partial(auto, wire=wire)
-        cell = _cell(model, mbit, core, ours, peers or tuple(PEERS), dilation, rounds, tell)
+        devices = cluster({f"pi-{i}": 1e9 * gflops for i in range(DEVICES)}, mbit)
+        cell = _cell(model, mbit, devices, core, ours, peers or tuple(PEERS), dilation, rounds, tell)
         cells.append(cell)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +100,7 @@ def run(
 def _cell(
     model: str,
     mbit: float,
+    devices: Cluster,
     core: float,
     ours: dict[str, Choose],
     peers: tuple[str, ...],
@@ -104,7 +109,6 @@ def _cell(
     tell: Tell,
 ) -> Cell:
     shape, batch = MODELS[model]
-    devices = cluster({f"pi-{i}": PART * core for i in range(DEVICES)}, mbit)
     setting = Setting(model, shape, batch, devices)
     told = partial(tell_at, tell, f"{model} at {mbit:g} Mbit/s")
     possible = tuple(name for name in peers if batch >= DEVICES or name == ONE)  # the others cut the batch
@@ -133,7 +137,7 @@ def bars(cells: tuple[Cell, ...]) -> dict[str, dict[str, float]]:
 
 def table(cells: tuple[Cell, ...]) -> Table:
     names = list(dict.fromkeys(lap.name for cell in cells for lap in cell.laps))
-    table = Table(title="Seconds of a step on four emulated quarter cores; auto is so many times as fast")
+    table = Table(title="Seconds of a step on four emulated devices; auto is so many times as fast")
     for heading in ("model", "Mbit/s", *names, "plan of auto", "verdict"):
         table.add_column(heading)
     for cell in cells:

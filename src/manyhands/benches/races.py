@@ -75,6 +75,7 @@ def peers(
     full: Annotated[bool, typer.Option("--full", help="All models at all rates: hours.")] = False,
     keep: Annotated[Path | None, typer.Option("--keep", help="Folder for cells that are done.")] = None,
     wire: Annotated[str | None, typer.Option("--wire", help="bfloat16: race auto with that, too.")] = None,
+    gflops: Annotated[float, typer.Option("--gflops", min=0.01, help="Speed of each device.")] = 25.0,
     dilate: Dilate = None,
     rounds: Rounds = 2,
     plot: Plot = None,
@@ -88,7 +89,7 @@ def peers(
     status, tell = _status(as_json)
     with status:
         chosen = module.RATES if full and not rates else _numbers(rates, "--rates")
-        cells = module.run(only, chosen, rivals, dilate, rounds, keep, tell, wire)
+        cells = module.run(only, chosen, rivals, dilate, rounds, keep, tell, wire, gflops)
     _end(cells, module, plot, "auto against its peers", "times as fast as the peer", as_json)
     raise typer.Exit(0 if all(cell.within for cell in cells) else 1)
 
