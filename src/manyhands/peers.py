@@ -6,6 +6,7 @@ says whether it is exact: trains as one device would, also where layers look at 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from manyhands.tasks import mean_square
 
 Step = Callable[[], object]
+DISTCONV = "DistConv"  # its source is given by path, where it is wanted
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,37 @@ def _even_cuts(model: nn.Module, example: Tensor, parts: int) -> list[str]:
     return cuts
 
 
+def distributed_convolutions(arena: Arena) -> Step:
+    """LLNL's DistConv, where Python finds it: every device has some rows of every map."""
+    distconv: Any = importlib.import_module("distconv")
+    strategy = distconv.ParallelStrategy(arena.size, device_type="cpu")
+    model = distconv.DistConvDDP(arena.build(), parallel_strategy=strategy)
+    return _plain(model, distconv.DCTensor.distribute(arena.images, strategy))
+
+
+def _has_a_sample_for_each(_: nn.Module, images: Tensor, devices: int) -> bool:
+    return len(images) >= devices
+
+
+def _has_even_rows(model: nn.Module, images: Tensor, devices: int) -> bool:
+    """Is every result a map, cut for each device into as many rows and in step with strides?
+
+    Without that DistConv refuses layers, or parts of maps do not fit together.
+    """
+    fits: list[bool] = []
+
+    def look(module: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
+        stride = getattr(module, "stride", 1)
+        rows = stride[0] if isinstance(stride, tuple) else stride
+        fits.append(result.dim() == 4 and given[0].shape[2] % (devices * rows) == 0)
+
+    for module in model.to("meta").modules():
+        module.register_forward_hook(look)
+    with torch.no_grad():
+        model(images.to("meta"))
+    return all(fits)
+
+
 @dataclass(frozen=True)
 class Peer:
     """Another way to train."""
@@ -143,6 +176,7 @@ class Peer:
     make: Callable[[Arena], Step | None]
     local_norms: bool = True  # every part of a batch by itself, so it is not exact where there are some
     lossy: bool = False
+    possible: Callable[[nn.Module, Tensor, int], bool] = _has_a_sample_for_each  # the model is used up
 
     def exact(self, model: nn.Module) -> bool:
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
@@ -152,10 +186,11 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("one device", one_device, local_norms=False),
+        Peer("one device", one_device, local_norms=False, possible=lambda *_: True),
         Peer("DistributedDataParallel", data_parallel),
         Peer("DDP with PowerSGD", data_parallel_powersgd, lossy=True),
         Peer("FSDP2", fully_sharded),
         Peer("pipelining 1F1B", pipelined),
+        Peer(DISTCONV, distributed_convolutions, possible=_has_even_rows),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ class RaceJob:
     plans: tuple[tuple[str, Plan], ...]
     peers: tuple[str, ...]
     rounds: int
+    sources: tuple[str, ...] = ()  # folders with packages of peers
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def _nothing() -> None:
 
 
 def _peers(given: RaceJob, place: Place) -> list[Contestant]:
+    sys.path[:0] = given.sources
     (images,) = random_inputs(examples(given.inputs, given.batch, torch.float32), 0)
     arena = Arena(partial(load_model, given.model), images, place.rank, len(place.devices))
     return [(name, PEERS[name].make(arena), _nothing) for name in given.peers]

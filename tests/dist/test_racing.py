@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -15,7 +16,8 @@ from manyhands.benches.emulated import Lap, Setting, auto, by_name, cluster, lap
 from manyhands.emulation import devices
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
-from manyhands.peers import PEERS, _even_cuts
+from manyhands.loading import load_model
+from manyhands.peers import DISTCONV, PEERS, _even_cuts
 from manyhands.reporting.plots import plot_bars
 
 needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
@@ -28,8 +30,9 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
     told: list[str] = []
     setting = Setting("demo", (1, 28, 28), 8, cluster({"a": 0.4 * CORE, "b": 0.4 * CORE}, 200))
     plans = {"auto": auto, "rows": by_name("rows"), "nonsense": by_name("rows:3")}
-    found = laps(setting, CORE, 1.0, plans, tuple(PEERS), 2, told.append)
-    assert [lap.name for lap in found] == ["auto", "rows", *PEERS]
+    torchs = tuple(name for name in PEERS if name != DISTCONV)
+    found = laps(setting, CORE, 1.0, plans, torchs, 2, told.append)
+    assert [lap.name for lap in found] == ["auto", "rows", *torchs]
     assert any("nonsense" in text for text in told)
     for lap in found:
         assert lap.seconds > 0 and (lap.foreseen_s is None) == (lap.name in PEERS)
@@ -43,9 +46,32 @@ def test_peers_that_cut_the_batch_are_not_exact_where_there_are_norms() -> None:
     assert [name for name, peer in PEERS.items() if not peer.exact(plain)] == ["DDP with PowerSGD"]
 
 
-def test_a_pipeline_is_cut_where_the_work_is_even() -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("model", "shape", "able"),
+    [
+        ("unet", (1, 3, 256, 256), ["one device", DISTCONV]),
+        ("unet", (4, 3, 256, 256), list(PEERS)),
+        ("unet", (1, 3, 64, 64), ["one device"]),  # one row each at the bottom, which is out of step
+        ("resnet18", (1, 3, 224, 224), ["one device"]),
+        ("yolov2-16", (1, 3, 416, 416), ["one device"]),  # 26 rows
+    ],
+)
+def test_who_can_take_part_on_four_devices(model: str, shape: tuple[int, ...], able: list[str]) -> None:
+    images = torch.empty(shape, device="meta")
+    assert [name for name, peer in PEERS.items() if peer.possible(load_model(model), images, 4)] == able
 
+
+def test_distconv_takes_part_only_with_its_source(tmp_path: Path) -> None:
+    def run(*rivals: str, source: Path | None) -> object:
+        return peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None, distconv=source)
+
+    with pytest.raises(RequestError, match="--distconv FOLDER"):
+        run(DISTCONV, source=None)
+    with pytest.raises(RequestError, match="no folder distconv"):
+        run(source=tmp_path)
+
+
+def test_a_pipeline_is_cut_where_the_work_is_even() -> None:
     layers = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(8)]
     cuts = _even_cuts(nn.Sequential(*layers), torch.zeros(1, 4, 8, 8), 4)
     assert cuts == ["2", "4", "6"]

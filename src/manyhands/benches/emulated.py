@@ -84,8 +84,12 @@ def laps(
     peers: tuple[str, ...],
     rounds: int,
     tell: Tell,
+    sources: tuple[str, ...] = (),
 ) -> tuple[Lap, ...]:
-    """Every contestant's usual step, all in turns; plans that cannot be made are left out and told."""
+    """Every contestant's usual step, all in turns; plans that cannot be made are left out and told.
+
+    `sources`: folders with packages that peers need.
+    """
     graph = graph_of(setting.model, (setting.shape,), setting.batch)
     with emulated(setting.cluster, core_flops_per_s, dilation) as emulation:
         tell("how long layers take")
@@ -97,7 +101,8 @@ def laps(
             except RequestError as error:
                 tell(f"{name}: {error}")
         tell("the race")
-        job = RaceJob(setting.model, (setting.shape,), setting.batch, tuple(chosen.items()), peers, rounds)
+        given = setting.model, (setting.shape,), setting.batch
+        job = RaceJob(*given, tuple(chosen.items()), peers, rounds, sources)
         took = race(emulation, job)
         factor = emulation.dilation
     found = []

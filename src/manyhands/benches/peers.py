@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from manyhands.benches.emulated import Choose, Lap, Setting, Tell, auto, cluster, laps, tell_at
@@ -15,7 +16,7 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
-from manyhands.peers import PEERS
+from manyhands.peers import DISTCONV, PEERS
 from manyhands.profiling.device import core_flops_per_s
 
 DEVICES = 4
@@ -70,16 +71,25 @@ def run(
     tell: Tell,
     wire: str | None = None,
     gflops: float = GFLOPS,
+    distconv: Path | None = None,
 ) -> tuple[Cell, ...]:
     """The cells asked for, one after another; what `keep` has already is not raced again."""
     if unknown := [name for name in only if name not in MODELS]:
         raise RequestError(f"{unknown[0]} is not one of {', '.join(MODELS)}.")
     if unknown := [name for name in peers if name not in PEERS]:
         raise RequestError(f"{unknown[0]} is not one of {', '.join(PEERS)}.")
+    if distconv is None and DISTCONV in peers:
+        raise RequestError(f"{DISTCONV} takes part where its source is: --distconv FOLDER.")
+    if distconv is not None and not (distconv / "distconv" / "__init__.py").is_file():
+        raise RequestError(
+            f"--distconv {distconv}: there is no folder distconv with DistConv's source in it."
+        )
+    sources = () if distconv is None else (str(distconv.resolve()),)
+    peers = peers or tuple(name for name in PEERS if sources or name != DISTCONV)
     wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
     core, cells = core_flops_per_s(), []
     for model, mbit in wanted:
-        rivals = "-".join((*(peers or ("all",)), wire or ""))
+        rivals = "-".join((*peers, wire or ""))
         setting = f"{model}-{mbit:g}-{gflops:g}-{dilation or 0:g}-{rounds}-{rivals}"
         file = None if keep is None else keep / f"{setting.rstrip('-').replace(' ', '_')}.json"
         if file is not None and file.is_file():
@@ -89,7 +99,7 @@ def run(
         if wire is not None:
             ours[f"auto, {wire}"] = partial(auto, wire=wire)
         devices = cluster({f"pi-{i}": 1e9 * gflops for i in range(DEVICES)}, mbit)
-        cell = _cell(model, mbit, devices, core, ours, peers or tuple(PEERS), dilation, rounds, tell)
+        cell = _cell(model, mbit, devices, core, ours, peers, sources, dilation, rounds, tell)
         cells.append(cell)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +114,7 @@ def _cell(
     core: float,
     ours: dict[str, Choose],
     peers: tuple[str, ...],
+    sources: tuple[str, ...],
     dilation: float | None,
     rounds: int,
     tell: Tell,
@@ -111,8 +122,9 @@ def _cell(
     shape, batch = MODELS[model]
     setting = Setting(model, shape, batch, devices)
     told = partial(tell_at, tell, f"{model} at {mbit:g} Mbit/s")
-    possible = tuple(name for name in peers if batch >= DEVICES or name == ONE)  # the others cut the batch
-    found = laps(setting, core, dilation, ours, possible, rounds, told)
+    images = torch.empty((batch, *shape), device="meta")
+    possible = tuple(name for name in peers if PEERS[name].possible(load_model(model), images, DEVICES))
+    found = laps(setting, core, dilation, ours, possible, rounds, told, sources)
     built = load_model(model)
     return Cell(model, mbit, found, tuple(name for name in possible if PEERS[name].exact(built)))
 
