@@ -26,7 +26,7 @@ from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, LayerSample, Line, Profile, StepSample
 from manyhands.loading import default_input, load_model, parse_inputs
 from manyhands.measurements import LARGE_BYTES, SMALL_BYTES, PlansJob
-from manyhands.planning.deciding import Option
+from manyhands.planning.deciding import Decision, Option
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.simulation import simulate
 from manyhands.profiling.fitting import fit_lines, fit_timings
@@ -90,18 +90,25 @@ def with_trials(job: PlansJob, graph: Graph, cluster: Cluster, threads: int = 1)
 
     Forecasts err by more than such plans differ, so what was tried decides between them.
     """
-    decision = api.choose(graph, cluster)
-    fitting = [o for o in (decision.best, *decision.others) if isinstance(o, Option) and o.fits]
-    shortest = min(option.cost.seconds for option in fitting)
-    fitting.sort(key=lambda option: option.name != "auto")  # a plan that has a name is called by it
-    promising = {o.plan: o.name for o in fitting if o.cost.seconds <= PROMISING * shortest}
-    if len(promising) < 2:
+    found = promising(api.choose(graph, cluster))
+    if len(found) < 2:
         return cluster
-    tried = replace(job, plans=tuple(promising), rounds=TRIAL_ROUNDS)
+    tried = replace(job, plans=tuple(found), rounds=TRIAL_ROUNDS)
     said = launch("compare", encode(tried), cluster.names, threads=threads)
     took = slowest(said, "stepped", tried.plans)
-    trials = tuple(Trial(name, plan, median(took[plan])) for plan, name in promising.items())
+    trials = tuple(Trial(name, plan, median(took[plan])) for plan, name in found.items())
     return replace(cluster, trials=tuple(sorted(trials, key=lambda trial: trial.seconds)))
+
+
+def promising(decision: Decision) -> dict[Plan, str]:
+    """The plans worth a trial, the shortest forecast first, and what they are called."""
+    fitting = [o for o in (decision.best, *decision.others) if isinstance(o, Option) and o.fits]
+    shortest = min((option.cost.seconds for option in fitting), default=0.0)
+    fitting = [option for option in fitting if option.cost.seconds <= PROMISING * shortest]
+    fitting.sort(key=lambda option: option.name != "auto")  # a plan that has a name is called by it
+    names = {option.plan: option.name for option in fitting}
+    fitting.sort(key=lambda option: option.cost.seconds)
+    return {option.plan: names[option.plan] for option in fitting}
 
 
 def slowest(said: dict[str, list[Event]], event: str, plans: Sequence[Plan]) -> dict[Plan, list[float]]:

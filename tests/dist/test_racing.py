@@ -31,8 +31,9 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
     setting = Setting("demo", (1, 28, 28), 8, cluster({"a": 0.4 * CORE, "b": 0.4 * CORE}, 200))
     plans = {"auto": auto, "rows": by_name("rows"), "nonsense": by_name("rows:3")}
     torchs = tuple(name for name in PEERS if name != DISTCONV)
-    found = laps(setting, CORE, 1.0, plans, torchs, 2, told.append)
-    assert [lap.name for lap in found] == ["auto", "rows", *torchs]
+    found, chosen = laps(setting, CORE, 1.0, plans, torchs, 2, told.append)
+    assert [lap.name for lap in found] == ["auto", "rows", *torchs] and list(chosen) == ["auto", "rows"]
+    assert any("a trial of" in text for text in told)
     assert any("nonsense" in text for text in told)
     for lap in found:
         assert lap.seconds > 0 and (lap.foreseen_s is None) == (lap.name in PEERS)
@@ -170,4 +171,4 @@ def test_a_choice_may_be_among_some_of_the_devices() -> None:
 
     graph = graph_of("demo", ((1, 28, 28),), 8)
     three: Cluster = replace(cluster(dict.fromkeys("abc", 1e9), 1000), latency_s=1e-4)
-    assert among(("b", "c"), by_name("batch"))(graph, three).devices == ("b", "c")
+    assert among(("b", "c"), by_name("batch"))(graph, three)[0].devices == ("b", "c")

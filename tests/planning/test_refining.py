@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from random import Random
 
@@ -36,13 +37,19 @@ def any_fits(segments: Segments) -> bool:
     return True
 
 
+def itself(segments: Segments) -> Segments:
+    """Nothing is like anything else."""
+    return segments
+
+
 @pytest.mark.parametrize("fast", (1.0, 2.0, 3.0, 7.0))
 def test_shares_come_to_what_devices_can_do(fast: float) -> None:
     found = refined(
-        (Segment(("x", "y"), HALVES),),
+        [(Segment(("x", "y"), HALVES),)],
         (HALVES,),
         lambda segments: work(segments, {"a": fast, "b": 1}),
         any_fits,
+        itself,
         PLENTY,
     )
     assert work(found, {"a": fast, "b": 1}) == pytest.approx(2 / (fast + 1), rel=0.02)
@@ -57,22 +64,22 @@ def test_segments_are_split_joined_and_given_other_layouts() -> None:
         return misplaced + len(segments) / 100
 
     for start in ((("x", "y", "z"),), (("x", "y"), ("z",)), (("x",), ("y",), ("z",))):
-        found = refined(
-            tuple(Segment(names, HALVES) for names in start), (*ALONE, HALVES), wrong, any_fits, PLENTY
-        )
+        halves = tuple(Segment(names, HALVES) for names in start)
+        found = refined([halves], (*ALONE, HALVES), wrong, any_fits, itself, PLENTY)
         assert [(s.layers, s.layout) for s in found] == [((name,), wanted[name]) for name in "xyz"]
     apart = tuple(Segment((name,), HALVES) for name in "xyz")
-    joined = refined(apart, (*ALONE, HALVES), len, any_fits, PLENTY)
+    joined = refined([apart], (*ALONE, HALVES), len, any_fits, itself, PLENTY)
     assert [segment.layers for segment in joined] == [("x", "y", "z")]
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
     """The fast device has room for half of each layer."""
     found = refined(
-        (Segment(("x", "y"), HALVES),),
+        [(Segment(("x", "y"), HALVES),)],
         (*ALONE, HALVES),
         lambda segments: work(segments, {"a": 4, "b": 1}),
         lambda segments: all(2 * s.layout.shares[0] <= sum(s.layout.shares) for s in segments),
+        itself,
         PLENTY,
     )
     assert all(2 * s.layout.shares[0] <= sum(s.layout.shares) for s in found)
@@ -85,8 +92,37 @@ def test_it_ends_after_so_many_tries() -> None:
         seen.append(segments)
         return -len(seen)  # whatever comes next is better
 
-    refined((Segment(("x", "y"), HALVES),), (*ALONE, HALVES), seconds, any_fits, 25)
+    refined([(Segment(("x", "y"), HALVES),)], (*ALONE, HALVES), seconds, any_fits, itself, 25)
     assert len(seen) == len(set(seen)) == 25
+
+
+def test_of_what_is_alike_one_is_tried() -> None:
+    """Shares of four rows: most changes of them change nothing."""
+    tried: list[Hashable] = []
+
+    def rows(segments: Segments) -> Hashable:
+        return tuple((s.layers, tuple(s.layout.tiles((1, 1, 4, 1)).items())) for s in segments)
+
+    def seconds(segments: Segments) -> float:
+        tried.append(rows(segments))
+        return work(segments, {"a": 1, "b": 1})
+
+    refined([(Segment(("x", "y"), HALVES),)], (HALVES,), seconds, any_fits, rows, PLENTY)
+    assert len(tried) == len(set(tried)) == 3  # of four rows the first device has one, two or three
+
+
+def test_the_best_that_comes_of_any_start_is_taken() -> None:
+    """Alone no change helps the first; the second leads to what is best."""
+    stuck, led = (Segment(("x",), ALONE[0]),), (Segment(("x",), HALVES),)
+
+    def seconds(segments: Segments) -> float:
+        first = segments[0].layout.shares[0] / sum(segments[0].layout.shares)
+        return 1.0 if segments == stuck else 2.0 - 1.5 * first
+
+    for starts in ([stuck, led], [led, stuck]):
+        (best,) = refined(starts, (), seconds, any_fits, itself, PLENTY)
+        assert best.layout.devices == ("a", "b") and best.layout.shares[0] > 9 * best.layout.shares[1]
+    assert refined([stuck], (), seconds, any_fits, itself, PLENTY) == stuck
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from manyhands import api
-from manyhands.emulation.devices import emulated
+from manyhands.emulation.devices import Emulation, emulated
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
-from manyhands.measuring import graph_of
+from manyhands.measuring import graph_of, promising
 from manyhands.racing import RaceJob, foreseeable, race
 
-Choose = Callable[[Graph, Cluster], Plan]
+Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # of several, the one that is fastest in a trial
 Tell = Callable[[str], None]
+TRIED = 5  # plans of auto, the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,20 @@ def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
     return Cluster(devices, mbit * 1e6 / 8, 0.0)
 
 
-def auto(graph: Graph, cluster: Cluster, wire: str | None = None) -> Plan:
-    return api.plan(graph, cluster, wire=wire)
+def auto(graph: Graph, cluster: Cluster, wire: str | None = None) -> Sequence[Plan]:
+    """The most promising plans, as a profile tries them on local devices."""
+    return tuple(promising(api.choose(graph, cluster, wire=wire)))[:TRIED]
 
 
 def by_name(strategy: str, fuse: tuple[str, ...] | None = None) -> Choose:
     """A named strategy with equal shares; `fuse`: groups that end after these layers."""
-    return lambda graph, cluster: api.plan(graph, cluster, strategy, fuse=fuse)
+    return lambda graph, cluster: [api.plan(graph, cluster, strategy, fuse=fuse)]
 
 
 def among(names: tuple[str, ...], choose: Choose) -> Choose:
     """The same choice, among some of the devices only."""
 
-    def chosen(graph: Graph, cluster: Cluster) -> Plan:
+    def chosen(graph: Graph, cluster: Cluster) -> Sequence[Plan]:
         devices = tuple(device for device in cluster.devices if device.name in names)
         return choose(graph, replace(cluster, devices=devices))
 
@@ -85,32 +87,43 @@ def laps(
     rounds: int,
     tell: Tell,
     sources: tuple[str, ...] = (),
-) -> tuple[Lap, ...]:
-    """Every contestant's usual step, all in turns; plans that cannot be made are left out and told.
+) -> tuple[tuple[Lap, ...], dict[str, Plan]]:
+    """Every contestant's usual step, all in turns, and the plans by name.
 
-    `sources`: folders with packages that peers need.
+    Plans that cannot be made are left out and told. `sources`: folders with packages that peers need.
     """
-    graph = graph_of(setting.model, (setting.shape,), setting.batch)
+    model, inputs, batch = setting.model, (setting.shape,), setting.batch
+    graph = graph_of(model, inputs, batch)
     with emulated(setting.cluster, core_flops_per_s, dilation) as emulation:
         tell("how long layers take")
-        cluster = foreseeable(setting.model, (setting.shape,), setting.batch, emulation)
-        chosen: dict[str, Plan] = {}
+        cluster = foreseeable(model, inputs, batch, emulation)
+        found: dict[str, Sequence[Plan]] = {}
         for name, choose in plans.items():
             try:
-                chosen[name] = choose(graph, cluster)
+                found[name] = choose(graph, cluster)
             except RequestError as error:
                 tell(f"{name}: {error}")
+        job = RaceJob(model, inputs, batch, (), peers, rounds, sources)
+        chosen = {name: _fastest(some, job, emulation, tell) for name, some in found.items()}
         tell("the race")
-        given = setting.model, (setting.shape,), setting.batch
-        job = RaceJob(*given, tuple(chosen.items()), peers, rounds, sources)
-        took = race(emulation, job)
+        took = race(emulation, replace(job, plans=tuple(chosen.items())))
         factor = emulation.dilation
-    found = []
+    result = []
     for name, raced in took.items():
         foreseen, layouts = None, ""
         if name in chosen:
             foreseen = factor * api.simulate(api.lower(graph, chosen[name]), cluster).cost.seconds
             layouts = ", ".join(dict.fromkeys(str(s.layout) for s in chosen[name].segments))
         spent = tuple((kind, factor * seconds) for kind, seconds in raced.spent_s.items())
-        found.append(Lap(name, factor * median(raced.seconds), foreseen, layouts, spent))
-    return tuple(found)
+        result.append(Lap(name, factor * median(raced.seconds), foreseen, layouts, spent))
+    return tuple(result), chosen
+
+
+def _fastest(plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell) -> Plan:
+    """Of plans that promise much the same, the one that is fastest on the emulated devices."""
+    if len(plans) == 1:
+        return plans[0]
+    tell(f"a trial of the {len(plans)} most promising plans")
+    numbered = {str(number): plan for number, plan in enumerate(plans)}
+    took = race(emulation, replace(job, plans=tuple(numbered.items()), peers=(), rounds=1))
+    return numbered[min(took, key=lambda number: median(took[number].seconds))]

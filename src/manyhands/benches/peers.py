@@ -124,7 +124,7 @@ def _cell(
     told = partial(tell_at, tell, f"{model} at {mbit:g} Mbit/s")
     images = torch.empty((batch, *shape), device="meta")
     possible = tuple(name for name in peers if PEERS[name].possible(load_model(model), images, DEVICES))
-    found = laps(setting, core, dilation, ours, possible, rounds, told, sources)
+    found, _ = laps(setting, core, dilation, ours, possible, rounds, told, sources)
     built = load_model(model)
     return Cell(model, mbit, found, tuple(name for name in possible if PEERS[name].exact(built)))
 

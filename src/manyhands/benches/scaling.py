@@ -48,7 +48,9 @@ def run(
         devices = cluster({f"pi-{i}": speed for i in range(count)}, mbit)
         plans = {"auto": auto, "one": by_name("single")}
         setting = Setting(MODEL, SHAPE, batch, devices)
-        found = laps(setting, core, dilation, plans, (), rounds, partial(tell_at, tell, f"{count} devices"))
+        found, _ = laps(
+            setting, core, dilation, plans, (), rounds, partial(tell_at, tell, f"{count} devices")
+        )
         seconds = {lap.name: lap.seconds for lap in found}
         rows.append(Row(count, batch, seconds["auto"], seconds["one"], False))
     for count in SIMULATED:

@@ -21,8 +21,6 @@ from manyhands.benches.emulated import (
     tell_at,
 )
 from manyhands.emulation.boards import BOARDS
-from manyhands.ir.cluster import Cluster
-from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, memory_of
 from manyhands.profiling.device import core_flops_per_s
@@ -47,6 +45,7 @@ class Row:
     one_device_s: float
     seconds: tuple[tuple[str, float], ...]  # by way of grouping layers
     layouts: str  # of the planner's
+    spent: tuple[tuple[str, str], ...] = ()  # by way: what a device does in a step
 
     @property
     def best_s(self) -> float:
@@ -97,12 +96,11 @@ class Result:
         return enough and all(m.less >= LESS_MEMORY for m in self.memory if m.devices == 6)
 
 
-def _fused(graph: Graph, cluster: Cluster) -> Plan:
-    """Rows cut once for the whole network: nothing is exchanged but in the end."""
-    return api.plan(graph, cluster, "rows", fuse=())
-
-
-WAYS: dict[str, Choose] = {"auto": auto, "per layer": by_name("rows"), "all fused": _fused}
+WAYS: dict[str, Choose] = {
+    "auto": auto,
+    "per layer": by_name("rows"),
+    "all fused": by_name("rows", fuse=()),  # cut once for the whole network: exchanged only in the end
+}
 
 
 def run(
@@ -134,19 +132,16 @@ def _row(
     speed = 1e9 * BOARDS["raspberry-pi-3"].gflops
     names = tuple(f"pi-{i}" for i in range(count))
     devices = cluster(dict.fromkeys(names, speed) | {ONE_CORE: speed / CORES}, mbit)
-    chosen: list[Plan] = []
-
-    def noted(graph: Graph, cluster: Cluster) -> Plan:
-        chosen.append(auto(graph, cluster))
-        return chosen[-1]
-
-    plans = {name: among(names, choose) for name, choose in (WAYS | {"auto": noted}).items()}
+    plans = {name: among(names, choose) for name, choose in WAYS.items()}
     plans |= {name: among((name,), by_name("single")) for name in (names[0], ONE_CORE)}
-    found = laps(Setting(MODEL, SHAPE, batch, devices), core, dilation, plans, (), rounds, tell)
+    found, chosen = laps(Setting(MODEL, SHAPE, batch, devices), core, dilation, plans, (), rounds, tell)
     seconds = {lap.name: lap.seconds for lap in found}
     one_device, one_core = seconds.pop(names[0]), seconds.pop(ONE_CORE)
     layouts = next(lap.layouts for lap in found if lap.name == "auto")
-    return Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts), chosen[-1]
+    spent = tuple((lap.name, lap.spent) for lap in found if lap.name in seconds)
+    return Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts, spent), chosen[
+        "auto"
+    ]
 
 
 def _memory(row: Row, plan: Plan, tell: Tell) -> Memory:
@@ -191,9 +186,15 @@ def table(result: Result) -> Table:
         setting = (str(row.devices), str(row.batch), f"{row.mbit:g}")
         alone = (f"{row.one_core_s:.1f} s", f"{row.one_device_s:.1f} s")
         table.add_row(*setting, *alone, *cells, row.layouts)
+    told = [
+        f"{row.devices} devices, batch {row.batch}, {row.mbit:g} Mbit/s, {way}: a device spends {spent}"
+        for row in result.rows
+        for way, spent in row.spent
+    ]
     if result.memory:
         parts = [
-            f"{m.devices} ({m.strategy}, batch {m.batch}) {m.less:.1f} times less" for m in result.memory
+            f"{m.devices} ({m.strategy}, batch {m.batch}) {m.less:.2f} times less" for m in result.memory
         ]
-        table.caption = f"growth of the fullest of so many processes in a step, by auto: {', '.join(parts)}"
+        told.append(f"growth of the fullest of so many processes in a step, by auto: {', '.join(parts)}")
+    table.caption = "\n".join(told)
     return table

@@ -53,7 +53,8 @@ def run(mbit: float, dilation: float | None, rounds: int, tell: Tell) -> Result:
     plans = {"auto": auto, ALONE: by_name("single")}
     plans |= {f"equal {name}": by_name(name) for name in EQUAL}
     setting = Setting(MODEL, SHAPE, BATCH, cluster(speeds, mbit))
-    return Result(mbit, laps(setting, core_flops_per_s(), dilation, plans, (), rounds, tell))
+    found, _ = laps(setting, core_flops_per_s(), dilation, plans, (), rounds, tell)
+    return Result(mbit, found)
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
@@ -29,8 +30,9 @@ MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the
 QUICK = 250  # layers times devices, up to which memory is told although nothing limits it
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
 ROOMY = 4  # of the best plans, those for which it is tried to have more on its way at a time
-CHANGES = 400  # of the best plan that are tried, where network and devices are few
-CHANGED = 12_000  # layers times devices times changes, the most
+STARTS = 6  # of the best plans, those that are changed where network and devices are few
+CHANGES = 1500  # of them that are tried
+CHANGED = 40_000  # layers times devices times changes, the most
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
 WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
@@ -114,10 +116,9 @@ def decide(
     fitting.sort(key=lambda option: _rank(option, cluster))
     if fitting and decider.chooser.thorough:
         layouts = tuple(dict.fromkeys(s.layout for option in options for s in option.plan.segments))
-        changed = decider.refined(fitting[0], layouts, required)
-        if changed is not fitting[0]:
-            found.append(changed)
-            fitting = sorted([*fitting, changed], key=lambda option: _rank(option, cluster))
+        changed = decider.refined(fitting, layouts, required, room)
+        found += changed
+        fitting = sorted([*fitting, *changed], key=lambda option: _rank(option, cluster))
     fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
@@ -194,16 +195,23 @@ class _Decider:
         weights = (p for layer in self.graph.layers for p in layer.parameters if p.trainable)
         return sum(prod(p.shape) * ITEM_BYTES[p.dtype] for p in weights) <= LEAST_IN_FLIGHT
 
-    def refined(self, option: Option, layouts: tuple[Layout, ...], required: tuple[str, ...]) -> Option:
-        """The same, changed for as long as its programs are foreseen to get better."""
+    def refined(
+        self, options: list[Option], layouts: tuple[Layout, ...], required: tuple[str, ...], room: bool
+    ) -> list[Option]:
+        """What becomes of the first few, changed for as long as their programs are foreseen to get better.
+
+        Where more on its way takes no memory to speak of they are changed with that, and then also without.
+        """
+        option, shapes = options[0], {layer.name: layer.shape for layer in self.graph.layers}
         if not option.simulated:
-            return option
-        shapes = {layer.name: layer.shape for layer in self.graph.layers}
+            return []
+        most = IN_FLIGHT[0] if room and self.is_light else option.plan.in_flight_bytes
 
         def planned(segments: Segments) -> Plan:
             used = {device for segment in segments for device in segment.layout.devices}
             devices = tuple(name for name in self.cluster.names if name in used)
-            return replace(option.plan, segments=segments, devices=devices)
+            in_flight = most if devices[1:] else LEAST_IN_FLIGHT
+            return replace(option.plan, segments=segments, devices=devices, in_flight_bytes=in_flight)
 
         def seconds(segments: Segments) -> float:
             plan = planned(segments)
@@ -217,9 +225,26 @@ class _Decider:
                 return False
             return self._num_messages(plan) <= MAX_MESSAGES and self.foresee("auto", plan).fits
 
+        def likeness(segments: Segments) -> Hashable:
+            """Who has what of every result, and what is computed again: nothing else matters."""
+            return tuple(
+                (
+                    segment.layers,
+                    segment.redo,
+                    segment.refill,
+                    segment.bands,
+                    *segment.layout.tiles(shapes[name]).items(),
+                )
+                for segment in segments
+                for name in segment.layers
+            )
+
         tries = min(CHANGES, CHANGED // (len(shapes) * len(self.cluster.names)))
-        best = refined(option.plan.segments, layouts, seconds, is_possible, tries)
-        return option if best == option.plan.segments else self.foresee("auto", planned(best))
+        starts = dict.fromkeys(each.plan.segments for each in options if each.simulated)
+        best = planned(refined(list(starts)[:STARTS], layouts, seconds, is_possible, likeness, tries))
+        both = (best, replace(best, in_flight_bytes=LEAST_IN_FLIGHT))
+        seen = [self.foresee("auto", plan) for plan in dict.fromkeys(both) if plan != option.plan]
+        return [each for each in seen if each.fits]
 
     def packed(self, option: Option) -> Option:
         """The same without the zeros of what travels, if that fits."""

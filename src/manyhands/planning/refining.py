@@ -5,9 +5,10 @@ The search counts roughly, so that it can compare very many plans; this looks at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations
+from math import inf
 
 from manyhands.ir.geometry import Layout
 from manyhands.ir.plan import Segment
@@ -18,30 +19,44 @@ Segments = tuple[Segment, ...]
 
 
 def refined(
-    segments: Segments,
+    starts: Iterable[Segments],
     layouts: tuple[Layout, ...],
     seconds: Callable[[Segments], float],
     is_possible: Callable[[Segments], bool],
+    likeness: Callable[[Segments], Hashable],
     tries: int,
 ) -> Segments:
-    """Segments of which no change is an improvement: of shares, of one layout, of where a segment ends.
+    """The best that comes of these by changes of shares, of one layout, of where a segment ends.
 
-    `layouts` may be given to segments; `seconds` says how long a step takes, and `is_possible` is asked of
-    what would be faster. After so many tries it ends with what it has.
+    From each of them it goes on for as long as a change is an improvement. `layouts` may be given to
+    segments; `seconds` says how long a step takes, and `is_possible` is asked of what would be faster. What
+    has the same `likeness` takes as long: of those one is tried. After so many tries it ends.
     """
-    best_s, tried, improved = seconds(segments), {segments}, True
-    while improved:
-        improved = False
-        for found in _changed(segments, layouts):
-            if len(tried) >= tries:
-                return segments
-            if found in tried:
-                continue
-            tried.add(found)
-            if (found_s := seconds(found)) < best_s and is_possible(found):
-                segments, best_s, improved = found, found_s, True
-                break
-    return segments
+    known: dict[Hashable, float] = {}
+
+    def ask(found: Segments) -> float | None:
+        """Seconds of what was not tried before."""
+        key = likeness(found)
+        if key in known or len(known) >= tries:
+            return None
+        known[key] = seconds(found)
+        return known[key]
+
+    best, best_s = None, inf
+    for segments in starts:
+        now_s = ask(segments)
+        improved = now_s is not None
+        while now_s is not None and improved:
+            improved = False
+            for found in _changed(segments, layouts):
+                found_s = ask(found)
+                if found_s is not None and found_s < now_s and is_possible(found):
+                    segments, now_s, improved = found, found_s, True
+                    break
+        if now_s is not None and now_s < best_s:
+            best, best_s = segments, now_s
+    assert best is not None, "there is always a first"
+    return best
 
 
 def _changed(segments: Segments, layouts: tuple[Layout, ...]) -> Iterator[Segments]:
