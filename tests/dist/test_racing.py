@@ -16,6 +16,8 @@ from manyhands.benches.emulated import Lap, Setting, auto, by_name, cluster, lap
 from manyhands.emulation import devices
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
+from manyhands.ir.graph import Graph
+from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.peers import DISTCONV, PEERS, _even_cuts
 from manyhands.reporting.plots import plot_bars
@@ -29,11 +31,16 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
     """How fast, a test beside others cannot say. What is foreseen is of the right size."""
     told: list[str] = []
     setting = Setting("demo", (1, 28, 28), 8, cluster({"a": 0.4 * CORE, "b": 0.4 * CORE}, 200))
-    plans = {"auto": auto, "rows": by_name("rows"), "nonsense": by_name("rows:3")}
+
+    def either(graph: Graph, devices: Cluster) -> list[Plan]:
+        return [plan for name in ("rows", "batch") for plan in by_name(name)(graph, devices)]
+
+    plans = {"auto": auto, "rows": by_name("rows"), "either": either, "nonsense": by_name("rows:3")}
     torchs = tuple(name for name in PEERS if name != DISTCONV)
     found, chosen = laps(setting, CORE, 1.0, plans, torchs, 2, told.append)
-    assert [lap.name for lap in found] == ["auto", "rows", *torchs] and list(chosen) == ["auto", "rows"]
-    assert any("a trial of" in text for text in told)
+    assert [lap.name for lap in found] == ["auto", "rows", "either", *torchs]
+    assert list(chosen) == ["auto", "rows", "either"]
+    assert any("a trial of the 2 most promising plans" in text for text in told)
     assert any("nonsense" in text for text in told)
     for lap in found:
         assert lap.seconds > 0 and (lap.foreseen_s is None) == (lap.name in PEERS)
