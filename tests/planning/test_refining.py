@@ -125,6 +125,33 @@ def test_the_best_that_comes_of_any_start_is_taken() -> None:
     assert refined([stuck], (), seconds, any_fits, itself, PLENTY) == stuck
 
 
+def test_a_layout_that_is_better_only_with_other_shares_is_found() -> None:
+    """Who has y should have most of x: to change either alone is worse."""
+    start = (Segment(("x",), replace(HALVES, shares=(240, 720))), Segment(("y",), ALONE[1]))
+
+    def seconds(segments: Segments) -> float:
+        if len(segments) != 2 or not segments[0].layout.cuts or segments[1].layout.cuts:
+            return 9.0
+        first = segments[0].layout.shares[0] / sum(segments[0].layout.shares)
+        return 1.0 + abs(first - 0.75) if segments[1].layout == ALONE[0] else 1.2 + abs(first - 0.25)
+
+    x, y = refined([start], ALONE, seconds, any_fits, itself, PLENTY)
+    assert y.layout == ALONE[0] and x.layout.shares == (720, 240)
+
+
+def test_an_end_is_moved() -> None:
+    """To where x alone is whole; neither joining nor splitting leads there."""
+    start = (Segment(("x", "y"), ALONE[0]), Segment(("z",), HALVES))
+
+    def seconds(segments: Segments) -> float:
+        wanted = [(("x",), ALONE[0]), (("y", "z"), HALVES)]
+        return (
+            1.0 if [(s.layers, s.layout) for s in segments] == wanted else 2.0 if segments == start else 9.0
+        )
+
+    assert [s.layers for s in refined([start], (), seconds, any_fits, itself, PLENTY)] == [("x",), ("y", "z")]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_choice_has_every_layer_once_and_its_devices(seed: int) -> None:
     random = Random(seed)

@@ -5,7 +5,7 @@ The search counts roughly, so that it can compare very many plans; this looks at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 from math import inf
@@ -15,11 +15,12 @@ from manyhands.ir.plan import Segment
 
 WHOLE = 960  # what shares add up to while they are moved
 MOVES = (240, 120, 60, 30, 15)  # parts of it: from a quarter down to a sixty-fourth
+HOPS = 12  # of the best in the end, the changes of layouts from which it goes on although they are worse
 Segments = tuple[Segment, ...]
 
 
 def refined(
-    starts: Iterable[Segments],
+    starts: Sequence[Segments],
     layouts: tuple[Layout, ...],
     seconds: Callable[[Segments], float],
     is_possible: Callable[[Segments], bool],
@@ -28,34 +29,43 @@ def refined(
 ) -> Segments:
     """The best that comes of these by changes of shares, of one layout, of where a segment ends.
 
-    From each of them it goes on for as long as a change is an improvement. `layouts` may be given to
-    segments; `seconds` says how long a step takes, and `is_possible` is asked of what would be faster. What
-    has the same `likeness` takes as long: of those one is tried. After so many tries it ends.
+    From each of them it goes on for as long as a change is an improvement, and from the best in the end also
+    where a change of layout is none by itself. `layouts` may be given to segments; `seconds` says how long a
+    step takes, and `is_possible` is asked of what would be faster. What has the same `likeness` takes as
+    long: of those one is tried. After so many tries it ends.
     """
     known: dict[Hashable, float] = {}
+    left: set[Hashable] = set()  # from where it went on: to come there again leads to the same end
 
-    def ask(found: Segments) -> float | None:
-        """Seconds of what was not tried before."""
+    def ask(found: Segments) -> float:
         key = likeness(found)
-        if key in known or len(known) >= tries:
-            return None
-        known[key] = seconds(found)
+        if key not in known:
+            known[key] = seconds(found) if len(known) < tries else inf
         return known[key]
 
-    best, best_s = None, inf
-    for segments in starts:
+    def better(segments: Segments) -> Segments | None:
+        left.add(likeness(segments))
         now_s = ask(segments)
-        improved = now_s is not None
-        while now_s is not None and improved:
-            improved = False
-            for found in _changed(segments, layouts):
-                found_s = ask(found)
-                if found_s is not None and found_s < now_s and is_possible(found):
-                    segments, now_s, improved = found, found_s, True
-                    break
-        if now_s is not None and now_s < best_s:
-            best, best_s = segments, now_s
-    assert best is not None, "there is always a first"
+        return next((s for s in _changed(segments, layouts) if ask(s) < now_s and is_possible(s)), None)
+
+    best = starts[0]
+
+    def go_on(segments: Segments | None) -> bool:
+        """From here for as long as it gets better; is it the best of all in the end?"""
+        nonlocal best
+        before = best
+        while segments is not None and likeness(segments) not in left:
+            best = segments if ask(segments) < ask(best) else best
+            segments = better(segments)
+        return best != before
+
+    for segments in starts:
+        go_on(segments)
+    hopping = True
+    while hopping:  # a layout may be better only together with other shares
+        others = {likeness(found): found for found in _with_other_ends(best, layouts)}
+        nearest = sorted(others, key=lambda key: known.get(key, inf))[:HOPS]
+        hopping = any(is_possible(others[key]) and go_on(others[key]) for key in nearest)
     return best
 
 
@@ -65,7 +75,7 @@ def _changed(segments: Segments, layouts: tuple[Layout, ...]) -> Iterator[Segmen
 
 
 def _with_other_ends(segments: Segments, layouts: tuple[Layout, ...]) -> Iterator[Segments]:
-    """Each segment in another layout, in two layouts, or joined with the one after it."""
+    """Each segment in another layout, in two layouts, joined with the one after it, or ending elsewhere."""
     for index, segment in enumerate(segments):
         before, after = segments[:index], segments[index + 1 :]
         for layout in layouts:
@@ -78,7 +88,11 @@ def _with_other_ends(segments: Segments, layouts: tuple[Layout, ...]) -> Iterato
                 yield *before, head, replace(tail, layout=layout), *after
                 yield *before, replace(head, layout=layout), tail, *after
         for other in after[:1]:
-            yield *before, replace(segment, layers=segment.layers + other.layers), *after[1:]
+            both = segment.layers + other.layers
+            yield *before, replace(segment, layers=both), *after[1:]
+            for place in range(1, len(both)):
+                first, second = replace(segment, layers=both[:place]), replace(other, layers=both[place:])
+                yield *before, first, second, *after[1:]
 
 
 def _with_moved_shares(segments: Segments) -> Iterator[Segments]:
