@@ -103,12 +103,10 @@ def with_trials(job: PlansJob, graph: Graph, cluster: Cluster, threads: int = 1)
 def promising(decision: Decision) -> dict[Plan, str]:
     """The plans worth a trial, the shortest forecast first, and what they are called."""
     fitting = [o for o in (decision.best, *decision.others) if isinstance(o, Option) and o.fits]
-    shortest = min((option.cost.seconds for option in fitting), default=0.0)
-    fitting = [option for option in fitting if option.cost.seconds <= PROMISING * shortest]
-    fitting.sort(key=lambda option: option.name != "auto")  # a plan that has a name is called by it
-    names = {option.plan: option.name for option in fitting}
     fitting.sort(key=lambda option: option.cost.seconds)
-    return {option.plan: names[option.plan] for option in fitting}
+    likely = [o for o in fitting if o.cost.seconds <= PROMISING * fitting[0].cost.seconds]
+    names = {o.plan: o.name for o in sorted(likely, key=lambda o: o.name != "auto")}  # its own, if it has one
+    return {o.plan: names[o.plan] for o in likely}
 
 
 def slowest(said: dict[str, list[Event]], event: str, plans: Sequence[Plan]) -> dict[Plan, list[float]]:

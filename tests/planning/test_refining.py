@@ -139,6 +139,17 @@ def test_a_layout_that_is_better_only_with_other_shares_is_found() -> None:
     assert y.layout == ALONE[0] and x.layout.shares == (720, 240)
 
 
+def test_devices_change_their_roles() -> None:
+    """Only together: who has most of x has y; anything else is far worse."""
+    start = (Segment(("x",), replace(HALVES, shares=(640, 320))), Segment(("y",), ALONE[0]))
+    swapped = (Segment(("x",), replace(HALVES, shares=(320, 640))), Segment(("y",), ALONE[1]))
+
+    def seconds(segments: Segments) -> float:
+        return 1.0 if segments == swapped else 2.0 if segments == start else 9.0
+
+    assert refined([start], (), seconds, any_fits, itself, PLENTY) == swapped
+
+
 def test_an_end_is_moved() -> None:
     """To where x alone is whole; neither joining nor splitting leads there."""
     start = (Segment(("x", "y"), ALONE[0]), Segment(("z",), HALVES))

@@ -56,7 +56,9 @@ def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
 
 def auto(graph: Graph, cluster: Cluster, wire: str | None = None) -> Sequence[Plan]:
     """The most promising plans, as a profile tries them on local devices."""
-    return tuple(promising(api.choose(graph, cluster, wire=wire)))[:TRIED]
+    decision = api.choose(graph, cluster, wire=wire)
+    api.fitting(decision, cluster)  # or it says what is short
+    return tuple(promising(decision))[:TRIED]
 
 
 def by_name(strategy: str, fuse: tuple[str, ...] | None = None) -> Choose:

@@ -139,9 +139,8 @@ def _row(
     one_device, one_core = seconds.pop(names[0]), seconds.pop(ONE_CORE)
     layouts = next(lap.layouts for lap in found if lap.name == "auto")
     spent = tuple((lap.name, lap.spent) for lap in found if lap.name in seconds)
-    return Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts, spent), chosen[
-        "auto"
-    ]
+    row = Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts, spent)
+    return row, chosen["auto"]
 
 
 def _memory(row: Row, plan: Plan, tell: Tell) -> Memory:

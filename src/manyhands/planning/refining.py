@@ -5,9 +5,9 @@ The search counts roughly, so that it can compare very many plans; this looks at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 from math import inf
 
 from manyhands.ir.geometry import Layout
@@ -30,9 +30,9 @@ def refined(
     """The best that comes of these by changes of shares, of one layout, of where a segment ends.
 
     From each of them it goes on for as long as a change is an improvement, and from the best in the end also
-    where a change of layout is none by itself. `layouts` may be given to segments; `seconds` says how long a
-    step takes, and `is_possible` is asked of what would be faster. What has the same `likeness` takes as
-    long: of those one is tried. After so many tries it ends.
+    where another layout or other roles are none by themselves. `layouts` may be given to segments; `seconds`
+    says how long a step takes, and `is_possible` is asked of what would be faster. What has the same
+    `likeness` takes as long: of those one is tried. After so many tries it ends.
     """
     known: dict[Hashable, float] = {}
     left: set[Hashable] = set()  # from where it went on: to come there again leads to the same end
@@ -62,11 +62,33 @@ def refined(
     for segments in starts:
         go_on(segments)
     hopping = True
-    while hopping:  # a layout may be better only together with other shares
-        others = {likeness(found): found for found in _with_other_ends(best, layouts)}
-        nearest = sorted(others, key=lambda key: known.get(key, inf))[:HOPS]
-        hopping = any(is_possible(others[key]) and go_on(others[key]) for key in nearest)
+    while hopping and len(known) < tries:  # a layout may be better only together with other shares
+        others = sorted(_with_other_ends(best, layouts), key=ask, reverse=True)
+        kinds = sorted({_kind(found): found for found in others}.values(), key=ask)  # of each, the best
+        hopping = any(is_possible(each) and go_on(each) for each in (*_with_roles(best), *kinds[:HOPS]))
     return best
+
+
+def _with_roles(segments: Segments) -> Iterator[Segments]:
+    """Two devices with each other's parts."""
+    devices = dict.fromkeys(device for segment in segments for device in segment.layout.devices)
+    for one, other in combinations(devices, 2):
+        roles = {one: other, other: one}
+        yield tuple(replace(s, layout=_with_names(s.layout, roles)) for s in segments)
+
+
+def _with_names(layout: Layout, names: Mapping[str, str]) -> Layout:
+    """In the same order where all of them are there before and after."""
+    renamed = tuple(names.get(device, device) for device in layout.devices)
+    if set(renamed) != set(layout.devices):
+        return replace(layout, devices=renamed)
+    shares = dict(zip(renamed, layout.shares, strict=True))
+    return replace(layout, shares=tuple(shares[device] for device in layout.devices))
+
+
+def _kind(segments: Segments) -> Hashable:
+    """The same whatever the shares."""
+    return tuple((segment.layers, segment.layout.cuts, segment.layout.devices) for segment in segments)
 
 
 def _changed(segments: Segments, layouts: tuple[Layout, ...]) -> Iterator[Segments]:
