@@ -1,6 +1,6 @@
 # make demo       see it train on four local devices
 # make test       everything: format, lint, types, then the tests from the cheapest to the dearest
-# make test-slow  the heaviest models on real processes as well: 16 GB of memory, some minutes
+# make test-slow  the heaviest models on real processes, and many more random plans: 16 GB of memory, half an hour
 # make check      format, lint and types only
 # make clean      remove what the tools leave behind; the environment in .venv stays
 

@@ -141,7 +141,7 @@ def distributed_convolutions(arena: Arena) -> Step:
     """LLNL's DistConv, where Python finds it: every device has some rows of every map."""
     distconv: Any = importlib.import_module("distconv")
     strategy = distconv.ParallelStrategy(arena.size, device_type="cpu")
-    model = distconv.DistConvDDP(arena.build(), parallel_strategy=strategy)
+    model = distconv.DistConvDDP(arena.build(), grad_reduction_factor=arena.size)  # the loss is of own rows
     return _plain(model, distconv.DCTensor.distribute(arena.images, strategy))
 
 
@@ -161,10 +161,11 @@ def _has_even_rows(model: nn.Module, images: Tensor, devices: int) -> bool:
         rows = stride[0] if isinstance(stride, tuple) else stride
         fits.append(result.dim() == 4 and given[0].shape[2] % (devices * rows) == 0)
 
-    for module in model.to("meta").modules():
-        module.register_forward_hook(look)
+    hooks = [module.register_forward_hook(look) for module in model.modules()]
     with torch.no_grad():
-        model(images.to("meta"))
+        model(images)
+    for hook in hooks:
+        hook.remove()
     return all(fits)
 
 
@@ -176,7 +177,7 @@ class Peer:
     make: Callable[[Arena], Step | None]
     local_norms: bool = True  # every part of a batch by itself, so it is not exact where there are some
     lossy: bool = False
-    possible: Callable[[nn.Module, Tensor, int], bool] = _has_a_sample_for_each  # the model is used up
+    possible: Callable[[nn.Module, Tensor, int], bool] = _has_a_sample_for_each  # both on paper: meta
 
     def exact(self, model: nn.Module) -> bool:
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from manyhands.benches import peers, tiled, unequal
-from manyhands.benches.emulated import Lap, Setting, auto, by_name, cluster, laps
+from manyhands import api, racing
+from manyhands.benches import emulated, peers, tiled, unequal
+from manyhands.benches.emulated import Lap, Setting, among, auto, by_name, cluster, laps
 from manyhands.emulation import devices
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
+from manyhands.measuring import graph_of
 from manyhands.peers import DISTCONV, PEERS, _even_cuts
 from manyhands.reporting.plots import plot_bars
 
@@ -65,18 +69,91 @@ def test_peers_that_cut_the_batch_are_not_exact_where_there_are_norms() -> None:
     ],
 )
 def test_who_can_take_part_on_four_devices(model: str, shape: tuple[int, ...], able: list[str]) -> None:
-    images = torch.empty(shape, device="meta")
-    assert [name for name, peer in PEERS.items() if peer.possible(load_model(model), images, 4)] == able
+    with torch.device("meta"):
+        built, images = load_model(model), torch.empty(shape)
+    assert [name for name, peer in PEERS.items() if peer.possible(built, images, 4)] == able
+    assert not any(module._forward_hooks for module in built.modules())
 
 
 def test_distconv_takes_part_only_with_its_source(tmp_path: Path) -> None:
-    def run(*rivals: str, source: Path | None) -> object:
-        return peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None, distconv=source)
+    def run(*rivals: str) -> object:
+        return peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None)
 
-    with pytest.raises(RequestError, match="--distconv FOLDER"):
-        run(DISTCONV, source=None)
-    with pytest.raises(RequestError, match="no folder distconv"):
-        run(source=tmp_path)
+    for rival, said in (
+        (DISTCONV, "name the folder of its source"),
+        (str(tmp_path), "no folder distconv"),
+        (str(tmp_path / "away"), "nor a folder with DistConv's source"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            run(peers.ONE, rival)
+
+
+DISTCONV_ON_PAPER = """
+class ParallelStrategy:
+    def __init__(self, shards, device_type):
+        self.shards = shards
+
+class DCTensor:
+    @staticmethod
+    def distribute(tensor, strategy):
+        return tensor.tensor_split(strategy.shards, 2)[1]
+
+def DistConvDDP(model, grad_reduction_factor):
+    assert grad_reduction_factor == 2
+    return model
+"""
+
+
+def test_distconv_is_imported_from_its_folder_and_gets_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own source is not here: a folder with the same names stands for it."""
+    (tmp_path / "distconv").mkdir()
+    (tmp_path / "distconv" / "__init__.py").write_text(DISTCONV_ON_PAPER)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    job = racing.RaceJob("unet-small", ((3, 32, 32),), 1, (), (DISTCONV,), 1, (str(tmp_path),))
+    seen: list[torch.Size] = []
+    monkeypatch.setattr(racing, "load_model", lambda name: Noting(seen))
+    (name, step, _) = racing._peers(job, SimpleNamespace(rank=1, devices=("a", "b")))[0]  # type: ignore[arg-type]
+    assert name == DISTCONV and step is not None
+    step()
+    assert seen == [torch.Size((1, 3, 16, 32))]
+
+
+class Noting(nn.Module):
+    """Notes what it is given."""
+
+    def __init__(self, seen: list[torch.Size]) -> None:
+        super().__init__()
+        self.convolution, self.seen = nn.Conv2d(3, 1, 1), seen
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen.append(images.shape)
+        result: torch.Tensor = self.convolution(images)
+        return result
+
+
+def test_the_plan_that_is_fastest_in_a_trial_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"0": 2.0, "1": 1.0, "2": 3.0}
+
+    def race(_: object, job: racing.RaceJob) -> dict[str, racing.Raced]:
+        assert not job.peers and job.rounds == 1
+        return {name: racing.Raced((took[name],), {}) for name, _ in job.plans}
+
+    monkeypatch.setattr(emulated, "race", race)
+    graph = graph_of("demo", ((1, 28, 28),), 8)
+    plans = [api.plan(graph, 2, strategy) for strategy in ("batch", "rows", "channels")]
+    job = racing.RaceJob("demo", ((1, 28, 28),), 8, (), tuple(PEERS), 5)
+    assert emulated._fastest(plans, job, None, lambda _: None) is plans[1]  # type: ignore[arg-type]
+    assert emulated._fastest(plans[:1], job, None, lambda _: None) is plans[0]  # type: ignore[arg-type]
+
+
+def test_the_plan_that_is_chosen_takes_part_in_the_trial() -> None:
+    graph = graph_of("demo", ((1, 28, 28),), 8)
+    devices = cluster({"a": 1e9, "b": 1e9}, 1000)
+    tried = auto(graph, devices)
+    assert tried[0] == api.plan(graph, devices) == emulated.untried(graph, devices)[0]
+    assert 1 <= len(tried) == len(set(tried)) <= emulated.TRIED
 
 
 def test_a_pipeline_is_cut_where_the_work_is_even() -> None:
@@ -174,8 +251,6 @@ def test_bars_are_drawn(tmp_path: Path) -> None:
 
 def test_a_choice_may_be_among_some_of_the_devices() -> None:
     from manyhands.benches.emulated import among
-    from manyhands.measuring import graph_of
-
     graph = graph_of("demo", ((1, 28, 28),), 8)
     three: Cluster = replace(cluster(dict.fromkeys("abc", 1e9), 1000), latency_s=1e-4)
     assert among(("b", "c"), by_name("batch"))(graph, three)[0].devices == ("b", "c")

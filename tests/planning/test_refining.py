@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from manyhands.ir.cluster import Trial
 from manyhands.ir.geometry import Axis, Cut, Layout
-from manyhands.ir.plan import Segment
+from manyhands.ir.plan import LEAST_IN_FLIGHT, Segment
 from manyhands.planning.choosing import Chooser
 from manyhands.planning.deciding import Option, decide
 from manyhands.planning.lowering import lower
@@ -126,17 +128,18 @@ def test_the_best_that_comes_of_any_start_is_taken() -> None:
 
 
 def test_a_layout_that_is_better_only_with_other_shares_is_found() -> None:
-    """Who has y should have most of x: to change either alone is worse."""
+    """Who has y should have most of x: to change either alone is worse, and their roles cannot be changed."""
     start = (Segment(("x",), replace(HALVES, shares=(240, 720))), Segment(("y",), ALONE[1]))
+    swapped = (Segment(("x",), replace(HALVES, shares=(720, 240))), Segment(("y",), ALONE[0]))
 
     def seconds(segments: Segments) -> float:
         if len(segments) != 2 or not segments[0].layout.cuts or segments[1].layout.cuts:
             return 9.0
         first = segments[0].layout.shares[0] / sum(segments[0].layout.shares)
-        return 1.0 + abs(first - 0.75) if segments[1].layout == ALONE[0] else 1.2 + abs(first - 0.25)
+        return 1.0 + abs(first - 0.625) if segments[1].layout == ALONE[0] else 1.2 + abs(first - 0.25)
 
-    x, y = refined([start], ALONE, seconds, any_fits, itself, PLENTY)
-    assert y.layout == ALONE[0] and x.layout.shares == (720, 240)
+    x, y = refined([start], ALONE, seconds, lambda segments: segments != swapped, itself, PLENTY)
+    assert y.layout == ALONE[0] and x.layout.shares == (600, 360)
 
 
 def test_devices_change_their_roles() -> None:
@@ -148,6 +151,28 @@ def test_devices_change_their_roles() -> None:
         return 1.0 if segments == swapped else 2.0 if segments == start else 9.0
 
     assert refined([start], (), seconds, any_fits, itself, PLENTY) == swapped
+
+
+def test_who_takes_part_in_some_segments_only_may_change_roles_too() -> None:
+    outside = replace(HALVES, devices=("c", "b"))
+    start = (Segment(("x",), HALVES), Segment(("y",), Layout(("c",), (), (1,))))
+    swapped = (Segment(("x",), outside), Segment(("y",), ALONE[0]))
+
+    def seconds(segments: Segments) -> float:
+        return 1.0 if segments == swapped else 2.0 if segments == start else 9.0
+
+    assert refined([start], (), seconds, any_fits, itself, PLENTY) == swapped
+
+
+def test_every_start_has_its_part_of_the_tries() -> None:
+    """Of the first one change after another is better; the second is best, and is not forgotten."""
+    endless, good = (Segment(("x", "y"), HALVES),), (Segment(("x", "y"), ALONE[1]),)
+    count = itertools.count()
+
+    def seconds(segments: Segments) -> float:
+        return -1.0 if segments == good else 1.0 - 1e-6 * next(count)
+
+    assert refined([endless, good], (), seconds, any_fits, itself, 10) == good
 
 
 def test_an_end_is_moved() -> None:
@@ -186,6 +211,43 @@ def test_a_required_device_has_something_to_compute_however_slow_it_is(seed: int
     assert best is not None
     computed = lower(graph, best.plan).regions.computed
     assert all(any(tiles[name].numel for tiles in computed.values()) for name in cluster.names)
+
+
+def test_without_room_nothing_more_is_on_its_way() -> None:
+    random = Random(3)
+    graph, cluster = random_graph(random, 2), unequal(random, 3)
+    for room in (False, True):
+        decision = decide(graph, replace(cluster, bytes_per_s=1e7), room=room)
+        assert decision.best is not None and len(decision.best.plan.devices) > 1
+        least = [
+            each.plan.in_flight_bytes == LEAST_IN_FLIGHT
+            for each in (decision.best, *decision.others)
+            if isinstance(each, Option)
+        ]
+        assert all(least) != room
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_alike_is_foreseen_to_take_as_long(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that was changed, without leaving anything out for being like something else."""
+    random = Random(40 + seed)
+    graph, cluster = random_graph(random, 1), unequal(random, 2)
+    found: dict[Hashable, set[float]] = {}
+    plans: set[Segments] = set()
+
+    def noting(starts: Any, layouts: Any, seconds: Any, is_possible: Any, likeness: Any, tries: int) -> Any:
+        def noted(segments: Segments) -> float:
+            plans.add(segments)
+            taken: float = seconds(segments)
+            found.setdefault(likeness(segments), set()).add(taken)
+            return taken
+
+        return refined(starts, layouts, noted, is_possible, itself, 150)
+
+    monkeypatch.setattr("manyhands.planning.deciding.refined", noting)
+    decide(graph, cluster)
+    assert len(found) < len(plans), "some have to be alike"
+    assert all(len(seconds) == 1 for seconds in found.values())
 
 
 @pytest.mark.parametrize("seed", range(4))

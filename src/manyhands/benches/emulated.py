@@ -41,7 +41,13 @@ class Lap:
     seconds: float
     foreseen_s: float | None = None
     layouts: str = ""
+    tried: int = 1  # plans of which a trial found this one to be the fastest
     spent_s: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def plan(self) -> str:
+        """Its layouts, and how it was chosen."""
+        return self.layouts + (f" (fastest of {self.tried} in a trial)" if self.tried > 1 else "")
 
     @property
     def spent(self) -> str:
@@ -55,10 +61,15 @@ def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
 
 
 def auto(graph: Graph, cluster: Cluster, wire: str | None = None) -> Sequence[Plan]:
-    """The most promising plans, as a profile tries them on local devices."""
+    """The plan that is chosen, and others that promise about as much: a trial decides among them."""
     decision = api.choose(graph, cluster, wire=wire)
-    api.fitting(decision, cluster)  # or it says what is short
-    return tuple(promising(decision))[:TRIED]
+    chosen = api.fitting(decision, cluster).plan
+    return tuple(dict.fromkeys((chosen, *promising(decision))))[:TRIED]
+
+
+def untried(graph: Graph, cluster: Cluster) -> Sequence[Plan]:
+    """The plan that is chosen by its forecast alone."""
+    return [api.plan(graph, cluster)]
 
 
 def by_name(strategy: str, fuse: tuple[str, ...] | None = None) -> Choose:
@@ -117,7 +128,8 @@ def laps(
             foreseen = factor * api.simulate(api.lower(graph, chosen[name]), cluster).cost.seconds
             layouts = ", ".join(dict.fromkeys(str(s.layout) for s in chosen[name].segments))
         spent = tuple((kind, factor * seconds) for kind, seconds in raced.spent_s.items())
-        result.append(Lap(name, factor * median(raced.seconds), foreseen, layouts, spent))
+        tried = len(found.get(name, [0]))
+        result.append(Lap(name, factor * median(raced.seconds), foreseen, layouts, tried, spent))
     return tuple(result), chosen
 
 

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from manyhands.benches.emulated import Choose, Lap, Setting, Tell, auto, cluster, laps, tell_at
 from manyhands.errors import RequestError
-from manyhands.ir.cluster import Cluster
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
 from manyhands.peers import DISTCONV, PEERS
@@ -44,6 +43,7 @@ class Cell:
     mbit: float
     laps: tuple[Lap, ...]
     exact: tuple[str, ...]
+    absent: tuple[str, ...] = ()  # peers that cannot share this model among so many
 
     def seconds(self, name: str) -> float | None:
         return next((lap.seconds for lap in self.laps if lap.name == name), None)
@@ -70,27 +70,26 @@ def run(
     keep: Path | None,
     tell: Tell,
     wire: str | None = None,
-    gflops: float = GFLOPS,
-    distconv: Path | None = None,
 ) -> tuple[Cell, ...]:
     """The cells asked for, one after another; what `keep` has already is not raced again."""
     if unknown := [name for name in only if name not in MODELS]:
         raise RequestError(f"{unknown[0]} is not one of {', '.join(MODELS)}.")
+    sources = tuple(name for name in peers if name not in PEERS and Path(name).is_dir())
+    peers = tuple(DISTCONV if name in sources else name for name in peers)
+    for source in sources:
+        if not (Path(source) / "distconv" / "__init__.py").is_file():
+            raise RequestError(f"{source}: there is no folder distconv with DistConv's source in it.")
     if unknown := [name for name in peers if name not in PEERS]:
-        raise RequestError(f"{unknown[0]} is not one of {', '.join(PEERS)}.")
-    if distconv is None and DISTCONV in peers:
-        raise RequestError(f"{DISTCONV} takes part where its source is: --distconv FOLDER.")
-    if distconv is not None and not (distconv / "distconv" / "__init__.py").is_file():
-        raise RequestError(
-            f"--distconv {distconv}: there is no folder distconv with DistConv's source in it."
-        )
-    sources = () if distconv is None else (str(distconv.resolve()),)
-    peers = peers or tuple(name for name in PEERS if sources or name != DISTCONV)
+        others = ", ".join(name for name in PEERS if name != DISTCONV)
+        raise RequestError(f"{unknown[0]} is not one of {others}, nor a folder with DistConv's source.")
+    if DISTCONV in peers and not sources:
+        raise RequestError(f"{DISTCONV}: name the folder of its source instead.")
+    peers = peers or tuple(name for name in PEERS if name != DISTCONV)
     wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
     core, cells = core_flops_per_s(), []
     for model, mbit in wanted:
         rivals = "-".join((*peers, wire or ""))
-        setting = f"{model}-{mbit:g}-{gflops:g}-{dilation or 0:g}-{rounds}-{rivals}"
+        setting = f"{model}-{mbit:g}-{GFLOPS:g}-{dilation or 0:g}-{rounds}-{rivals}"
         file = None if keep is None else keep / f"{setting.rstrip('-').replace(' ', '_')}.json"
         if file is not None and file.is_file():
             cells.append(decode(Cell, json.loads(file.read_text())))
@@ -98,8 +97,8 @@ def run(
         ours: dict[str, Choose] = {"auto": auto}
         if wire is not None:
             ours[f"auto, {wire}"] = partial(auto, wire=wire)
-        devices = cluster({f"pi-{i}": 1e9 * gflops for i in range(DEVICES)}, mbit)
-        cell = _cell(model, mbit, devices, core, ours, peers, sources, dilation, rounds, tell)
+        paths = tuple(str(Path(source).resolve()) for source in sources)
+        cell = _cell(model, mbit, core, ours, peers, paths, dilation, rounds, tell)
         cells.append(cell)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +109,6 @@ def run(
 def _cell(
     model: str,
     mbit: float,
-    devices: Cluster,
     core: float,
     ours: dict[str, Choose],
     peers: tuple[str, ...],
@@ -120,13 +118,15 @@ def _cell(
     tell: Tell,
 ) -> Cell:
     shape, batch = MODELS[model]
+    devices = cluster({f"pi-{i}": 1e9 * GFLOPS for i in range(DEVICES)}, mbit)
     setting = Setting(model, shape, batch, devices)
     told = partial(tell_at, tell, f"{model} at {mbit:g} Mbit/s")
-    images = torch.empty((batch, *shape), device="meta")
-    possible = tuple(name for name in peers if PEERS[name].possible(load_model(model), images, DEVICES))
+    with torch.device("meta"):
+        built, images = load_model(model), torch.empty((batch, *shape))
+    possible = tuple(name for name in peers if PEERS[name].possible(built, images, DEVICES))
     found, _ = laps(setting, core, dilation, ours, possible, rounds, told, sources)
-    built = load_model(model)
-    return Cell(model, mbit, found, tuple(name for name in possible if PEERS[name].exact(built)))
+    exact = tuple(name for name in possible if PEERS[name].exact(built))
+    return Cell(model, mbit, found, exact, tuple(name for name in peers if name not in possible))
 
 
 def to_json(cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
@@ -159,12 +159,18 @@ def table(cells: tuple[Cell, ...]) -> Table:
             label = "" if name == "auto" or name in cell.exact else ", not exact"
             more = f" ({times:.2f}x{label})" if times is not None and name != "auto" else ""
             texts.append("" if seconds is None else f"{seconds:.2f}{more}")
-        plan = next((lap.layouts for lap in cell.laps if lap.name == "auto"), "")
+        plan = next((lap.plan for lap in cell.laps if lap.name == "auto"), "")
         table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, "reached" if cell.within else "not reached")
-    table.caption = "\n".join(
+    told = [
         f"{cell.model} at {cell.mbit:g} Mbit/s, a device of {lap.name} on average: {lap.spent}"
         for cell in cells
         for lap in cell.laps
         if lap.spent
+    ]
+    told += dict.fromkeys(
+        f"{cell.model} cannot be shared among {DEVICES} by {', '.join(cell.absent)}"
+        for cell in cells
+        if cell.absent
     )
+    table.caption = "\n".join(told)
     return table

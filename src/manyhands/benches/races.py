@@ -71,14 +71,12 @@ def tiled(
 def peers(
     models: Annotated[str, typer.Option("--models", help="Only these, by commas.")] = "",
     rates: Annotated[str, typer.Option("--rates", help="Mbit/s, by commas.")] = "",
-    against: Annotated[str, typer.Option("--against", help="Only these peers, by commas.")] = "",
+    against: Annotated[
+        str, typer.Option("--against", help="Only these peers, by commas; DistConv by its folder.")
+    ] = "",
     full: Annotated[bool, typer.Option("--full", help="All models at all rates: hours.")] = False,
     keep: Annotated[Path | None, typer.Option("--keep", help="Folder for cells that are done.")] = None,
     wire: Annotated[str | None, typer.Option("--wire", help="bfloat16: race auto with that, too.")] = None,
-    gflops: Annotated[float, typer.Option("--gflops", min=0.01, help="Speed of each device.")] = 25.0,
-    distconv: Annotated[
-        Path | None, typer.Option("--distconv", help="DistConv's source: race it, too.")
-    ] = None,
     dilate: Dilate = None,
     rounds: Rounds = 2,
     plot: Plot = None,
@@ -92,7 +90,7 @@ def peers(
     status, tell = _status(as_json)
     with status:
         chosen = module.RATES if full and not rates else _numbers(rates, "--rates")
-        cells = module.run(only, chosen, rivals, dilate, rounds, keep, tell, wire, gflops, distconv)
+        cells = module.run(only, chosen, rivals, dilate, rounds, keep, tell, wire)
     _end(cells, module, plot, "auto against its peers", "times as fast as the peer", as_json)
     raise typer.Exit(0 if all(cell.within for cell in cells) else 1)
 

@@ -137,7 +137,7 @@ def _row(
     found, chosen = laps(Setting(MODEL, SHAPE, batch, devices), core, dilation, plans, (), rounds, tell)
     seconds = {lap.name: lap.seconds for lap in found}
     one_device, one_core = seconds.pop(names[0]), seconds.pop(ONE_CORE)
-    layouts = next(lap.layouts for lap in found if lap.name == "auto")
+    layouts = next(lap.plan for lap in found if lap.name == "auto")
     spent = tuple((lap.name, lap.spent) for lap in found if lap.name in seconds)
     row = Row(count, batch, mbit, one_core, one_device, tuple(seconds.items()), layouts, spent)
     return row, chosen["auto"]
@@ -191,9 +191,7 @@ def table(result: Result) -> Table:
         for way, spent in row.spent
     ]
     if result.memory:
-        parts = [
-            f"{m.devices} ({m.strategy}, batch {m.batch}) {m.less:.2f} times less" for m in result.memory
-        ]
+        parts = [f"{m.devices}, batch {m.batch}: {m.less:.2f} times less" for m in result.memory]
         told.append(f"growth of the fullest of so many processes in a step, by auto: {', '.join(parts)}")
     table.caption = "\n".join(told)
     return table

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from manyhands.benches.emulated import Lap, Setting, Tell, auto, by_name, cluster, laps
+from manyhands.benches.emulated import Lap, Setting, Tell, by_name, cluster, laps, untried
 from manyhands.emulation.boards import BOARDS
 from manyhands.profiling.device import core_flops_per_s
 
@@ -50,7 +50,7 @@ class Result:
 
 def run(mbit: float, dilation: float | None, rounds: int, tell: Tell) -> Result:
     speeds = {name: 1e9 * BOARDS[board].gflops for name, board in DEVICES.items()}
-    plans = {"auto": auto, ALONE: by_name("single")}
+    plans = {"auto": untried, ALONE: by_name("single")}
     plans |= {f"equal {name}": by_name(name) for name in EQUAL}
     setting = Setting(MODEL, SHAPE, BATCH, cluster(speeds, mbit))
     found, _ = laps(setting, core_flops_per_s(), dilation, plans, (), rounds, tell)

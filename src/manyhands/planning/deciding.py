@@ -213,10 +213,12 @@ class _Decider:
             in_flight = most if devices[1:] else LEAST_IN_FLIGHT
             return replace(option.plan, segments=segments, devices=devices, in_flight_bytes=in_flight)
 
+        def rank(plan: Plan, cost: Cost) -> float:
+            return _rank(Option("auto", plan, cost, True, ()), self.cluster)
+
         def seconds(segments: Segments) -> float:
             plan = planned(segments)
-            cost = self._simulated(plan, memory=False)
-            return _rank(Option("auto", plan, cost, True, ()), self.cluster)
+            return rank(plan, self._simulated(plan, memory=False))
 
         def is_possible(segments: Segments) -> bool:
             plan = planned(segments)
@@ -226,24 +228,23 @@ class _Decider:
             return self._num_messages(plan) <= MAX_MESSAGES and self.foresee("auto", plan).fits
 
         def likeness(segments: Segments) -> Hashable:
-            """Who has what of every result, and what is computed again: nothing else matters."""
-            return tuple(
-                (
-                    segment.layers,
-                    segment.redo,
-                    segment.refill,
-                    segment.bands,
-                    *segment.layout.tiles(shapes[name]).items(),
-                )
-                for segment in segments
-                for name in segment.layers
-            )
+            """Who has what of every result, what is computed again, and how doubtful the forecast is."""
+            measured = self.cluster.profiles or self.cluster.trials
+            doubt = rank(planned(segments), Cost(1.0, 0, ())) if measured else 1.0
+            parts = ((s.layers, s.redo, s.refill, s.bands) for s in segments)
+            tiles = (tuple(s.layout.tiles(shapes[n]).items()) for s in segments for n in s.layers)
+            return doubt, *parts, *tiles
 
         tries = min(CHANGES, CHANGED // (len(shapes) * len(self.cluster.names)))
         starts = dict.fromkeys(each.plan.segments for each in options if each.simulated)
-        best = planned(refined(list(starts)[:STARTS], layouts, seconds, is_possible, likeness, tries))
+        few = [s for s in list(starts)[:STARTS] if self.foresee("auto", planned(s)).fits]
+        few = [s for s in few if set(required) <= set(planned(s).devices)]
+        if not few:
+            return []
+        best = planned(refined(few, layouts, seconds, is_possible, likeness, tries))
+        known = {each.plan for each in options}
         both = (best, replace(best, in_flight_bytes=LEAST_IN_FLIGHT))
-        seen = [self.foresee("auto", plan) for plan in dict.fromkeys(both) if plan != option.plan]
+        seen = [self.foresee("auto", plan) for plan in dict.fromkeys(both) if plan not in known]
         return [each for each in seen if each.fits]
 
     def packed(self, option: Option) -> Option:

@@ -31,42 +31,72 @@ def refined(
 
     From each of them it goes on for as long as a change is an improvement, and from the best in the end also
     where another layout or other roles are none by themselves. `layouts` may be given to segments; `seconds`
-    says how long a step takes, and `is_possible` is asked of what would be faster. What has the same
-    `likeness` takes as long: of those one is tried. After so many tries it ends.
+    says how long a step takes, and `is_possible` is asked of what would be faster (starts are). What has the
+    same `likeness` takes as long: of those one is tried. After so many tries it ends.
     """
-    known: dict[Hashable, float] = {}
-    left: set[Hashable] = set()  # from where it went on: to come there again leads to the same end
+    climb = _Climb(starts, layouts, seconds, is_possible, likeness)
+    for number, segments in enumerate(starts, 1):  # half of the tries, the same for each
+        climb.go_on(segments, max(tries * number // (2 * len(starts)), len(starts)))
+    while climb.hop(tries):
+        pass
+    return climb.best
 
-    def ask(found: Segments) -> float:
-        key = likeness(found)
-        if key not in known:
-            known[key] = seconds(found) if len(known) < tries else inf
-        return known[key]
 
-    def better(segments: Segments) -> Segments | None:
-        left.add(likeness(segments))
-        now_s = ask(segments)
-        return next((s for s in _changed(segments, layouts) if ask(s) < now_s and is_possible(s)), None)
+class _Climb:
+    """What was tried, and the best of it."""
 
-    best = starts[0]
+    def __init__(
+        self,
+        starts: Sequence[Segments],
+        layouts: tuple[Layout, ...],
+        seconds: Callable[[Segments], float],
+        is_possible: Callable[[Segments], bool],
+        likeness: Callable[[Segments], Hashable],
+    ) -> None:
+        self.layouts, self.likeness, self.is_possible = layouts, likeness, is_possible
+        self.measure = seconds
+        self.known: dict[Hashable, float] = {}
+        self.possible: dict[Hashable, bool] = {}
+        self.left: set[Hashable] = set()  # from where it went on already
+        self.best, self.allowed = starts[0], len(starts)
+        for segments in starts:
+            self.seconds(segments)
 
-    def go_on(segments: Segments | None) -> bool:
+    def seconds(self, segments: Segments) -> float:
+        """Of a step; endless where nothing more may be tried."""
+        key = self.likeness(segments)
+        if key not in self.known and len(self.known) < self.allowed:
+            self.known[key] = self.measure(segments)
+        return self.known.get(key, inf)
+
+    def can_be(self, segments: Segments) -> bool:
+        key = self.likeness(segments)
+        if key not in self.possible:
+            self.possible[key] = self.is_possible(segments)
+        return self.possible[key]
+
+    def go_on(self, segments: Segments | None, tries: int) -> bool:
         """From here for as long as it gets better; is it the best of all in the end?"""
-        nonlocal best
-        before = best
-        while segments is not None and likeness(segments) not in left:
-            best = segments if ask(segments) < ask(best) else best
-            segments = better(segments)
-        return best != before
+        before, self.allowed = self.best, tries
+        while segments is not None and self.likeness(segments) not in self.left:
+            if self.seconds(segments) < self.seconds(self.best):
+                self.best = segments
+            segments = self._better(segments)
+        return self.best != before
 
-    for segments in starts:
-        go_on(segments)
-    hopping = True
-    while hopping and len(known) < tries:  # a layout may be better only together with other shares
-        others = sorted(_with_other_ends(best, layouts), key=ask, reverse=True)
-        kinds = sorted({_kind(found): found for found in others}.values(), key=ask)  # of each, the best
-        hopping = any(is_possible(each) and go_on(each) for each in (*_with_roles(best), *kinds[:HOPS]))
-    return best
+    def _better(self, segments: Segments) -> Segments | None:
+        self.left.add(self.likeness(segments))
+        now_s, changed = self.seconds(segments), _changed(segments, self.layouts)
+        return next((s for s in changed if self.seconds(s) < now_s and self.can_be(s)), None)
+
+    def hop(self, tries: int) -> bool:
+        """From the best to layouts and roles that are better only with other shares; is one of them?"""
+        self.allowed = tries
+        others = sorted(_with_other_ends(self.best, self.layouts), key=self.seconds, reverse=True)
+        kinds = {_kind(found): found for found in others}  # of each, the best
+        nearest = (*_with_roles(self.best), *sorted(kinds.values(), key=self.seconds)[:HOPS])
+        hops = (each for each in nearest if self.seconds(each) < inf and self.can_be(each))
+        return any(self.go_on(each, tries) for each in hops)
 
 
 def _with_roles(segments: Segments) -> Iterator[Segments]:
