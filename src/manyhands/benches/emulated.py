@@ -18,6 +18,8 @@ from manyhands.racing import RaceJob, foreseeable, race
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # of several, the one that is fastest in a trial
 Tell = Callable[[str], None]
 TRIED = 5  # plans of auto, the most
+TRIAL_ROUNDS = 3
+CLEARLY = 0.95  # of the time of the plan that was chosen: what it takes to win a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,13 @@ class Lap:
     seconds: float
     foreseen_s: float | None = None
     layouts: str = ""
-    tried: int = 1  # plans of which a trial found this one to be the fastest
+    tried: int = 1  # plans that took part in a trial
     spent_s: tuple[tuple[str, float], ...] = ()
 
     @property
     def plan(self) -> str:
         """Its layouts, and how it was chosen."""
-        return self.layouts + (f" (fastest of {self.tried} in a trial)" if self.tried > 1 else "")
+        return self.layouts + (f" (of {self.tried} in a trial)" if self.tried > 1 else "")
 
     @property
     def spent(self) -> str:
@@ -134,10 +136,12 @@ def laps(
 
 
 def _fastest(plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell) -> Plan:
-    """Of plans that promise much the same, the one that is fastest on the emulated devices."""
+    """The first of plans that promise much the same, or one that is clearly faster on the emulated devices."""
     if len(plans) == 1:
         return plans[0]
     tell(f"a trial of the {len(plans)} most promising plans")
     numbered = {str(number): plan for number, plan in enumerate(plans)}
-    took = race(emulation, replace(job, plans=tuple(numbered.items()), peers=(), rounds=1))
-    return numbered[min(took, key=lambda number: median(took[number].seconds))]
+    trial = replace(job, plans=tuple(numbered.items()), peers=(), rounds=TRIAL_ROUNDS)
+    took = {number: median(raced.seconds) for number, raced in race(emulation, trial).items()}
+    fastest = min(took, key=took.__getitem__)
+    return numbered[fastest] if took[fastest] < CLEARLY * took["0"] else plans[0]

@@ -17,6 +17,7 @@ from manyhands.ir.graph import ITEM_BYTES, Graph
 from manyhands.ir.plan import LEAST_IN_FLIGHT, Cost, Kept, Plan
 from manyhands.planning.candidates import by_speed
 from manyhands.planning.choosing import Chooser
+from manyhands.planning.costs import Costs
 from manyhands.planning.lightening import lightened
 from manyhands.planning.lowering import lower
 from manyhands.planning.pieces import Numbers
@@ -31,8 +32,8 @@ QUICK = 250  # layers times devices, up to which memory is told although nothing
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
 ROOMY = 4  # of the best plans, those for which it is tried to have more on its way at a time
 STARTS = 3  # of the best plans, those that are changed where network and devices are few
-CHANGES = 2000  # of them that are tried
-CHANGED = 50_000  # layers times devices times changes, the most
+CHANGES = 4000  # of them that are tried
+CHANGED = 100_000  # layers times devices times changes, the most
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
 WORTH = 0.99  # of the forecast: what it takes for more of them
 MARGIN = 1.03  # of memory, over what is foreseen
@@ -150,6 +151,7 @@ class _Decider:
         self.graph, self.cluster, self.kept, self.wire = graph, cluster, kept, wire
         network = cluster if wire is None else cluster.hastened(4 / ITEM_BYTES[wire])  # by about as much
         self.chooser = Chooser(graph, network, 2 + kept.slots)
+        self.costs = Costs(cluster)
         self.seen: dict[Plan, Option] = {}
 
     def limits(self) -> Numbers | None:
@@ -330,7 +332,8 @@ class _Decider:
         return replace(option, cost=self._simulated(option.plan, memory=True))
 
     def _simulated(self, plan: Plan, *, memory: bool) -> Cost:
-        return simulate(lower(self.graph, plan), self.cluster, memory=memory, kept=self.kept).cost
+        lowered = lower(self.graph, plan)
+        return simulate(lowered, self.cluster, memory=memory, kept=self.kept, costs=self.costs).cost
 
     def _num_messages(self, plan: Plan) -> int:
         """About how many messages a step takes: statistics and weights to everybody, tiles to neighbours."""

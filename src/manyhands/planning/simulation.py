@@ -65,16 +65,23 @@ class Deadlock(Exception):
 
 
 def simulate(
-    lowered: Lowered, cluster: Cluster, *, memory: bool = True, kept: Kept = SGD_WITH_MOMENTUM
+    lowered: Lowered,
+    cluster: Cluster,
+    *,
+    memory: bool = True,
+    kept: Kept = SGD_WITH_MOMENTUM,
+    costs: Costs | None = None,
 ) -> Timeline:
-    """The timeline of one training step, and unless `memory` is not asked for, the peak of each device.
+    """The timeline of one training step and the peak of each device.
+
+    If `memory` is not asked for, nothing but seconds and traffic. `costs`: of that cluster, to be used again.
 
     A device computes and sends at once; its messages leave one by one, and come in no faster than one by one.
     Where devices share a medium, so do all messages. Where they share the cores of one machine, whatever
     computes or carries messages at a time gets an equal part of them, so the timeline is stretched by as much
     as cores are short.
     """
-    costs, medium = Costs(cluster), _Medium(cluster.shared_bytes_per_s)
+    costs, medium = costs or Costs(cluster), _Medium(cluster.shared_bytes_per_s)
     owned = owned_bytes(lowered.graph, lowered.holders, lowered.buckets)
     devices = [
         _Clock(
@@ -97,7 +104,7 @@ def simulate(
     events = tuple(
         Event(device.name, index, warp(start) - warp(began), warp(stop) - warp(began))
         for device in devices
-        for index, (start, stop) in enumerate(device.events)
+        for index, (start, stop) in enumerate(device.events if memory else ())
     )
     cost = Cost(
         seconds=warp(max(device.now for device in devices)) - warp(began),
