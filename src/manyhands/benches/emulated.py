@@ -136,7 +136,7 @@ def laps(
 
 
 def _fastest(plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell) -> Plan:
-    """The first of plans that promise much the same, or one that is clearly faster on the emulated devices."""
+    """The first of plans that promise much the same, or one that is clearly faster on these devices."""
     if len(plans) == 1:
         return plans[0]
     tell(f"a trial of the {len(plans)} most promising plans")
