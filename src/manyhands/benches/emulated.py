@@ -15,7 +15,7 @@ from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, promising
 from manyhands.racing import RaceJob, foreseeable, race
 
-Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # of several, the one that is fastest in a trial
+Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
 Tell = Callable[[str], None]
 TRIED = 5  # plans of auto, the most
 TRIAL_ROUNDS = 3
