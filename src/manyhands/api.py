@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, local_cluster
 from manyhands.ir.codec import graph_digest
+from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Kept, Plan
 from manyhands.ir.wire import WIRE_TYPES
@@ -46,6 +47,7 @@ def plan(
     kept: Kept = SGD_WITH_MOMENTUM,
     room: bool = True,
     wire: str | None = None,
+    loss: Sequence[Axis] = (),
 ) -> Plan:
     """Who computes what. `strategy` is `auto`, a name (`rows`), a product (`batch:2,rows:2`) or several.
 
@@ -53,18 +55,19 @@ def plan(
     devices out, but not those that are `required`. Without `room` no step leaves weights on their way.
     Where a plan needs more memory than a device has, some of it is computed a second time in backward.
     `wire`: round tiles and gradients to this type for their way (bfloat16): fewer bytes, and NOT exact.
+    `loss`: axes of the output along which the loss is a sum of parts, so that nobody needs the whole output.
     """
     _check_wire(wire)
     cluster = local_cluster(cluster) if isinstance(cluster, int) else cluster
     if strategy == "auto" and not shares and fuse is None:
-        decision = choose(graph, cluster, required=required, kept=kept, room=room, wire=wire)
+        decision = choose(graph, cluster, required=required, kept=kept, room=room, wire=wire, loss=loss)
         return fitting(decision, cluster).plan
     if strategy == "auto":
         raise RequestError("shares and fused groups need a strategy by name; `auto` finds its own.")
     named = plan_by_name(
         graph, cluster.names, strategy, shares=tuple(shares), fuse=None if fuse is None else tuple(fuse)
     )
-    named = replace(named, wire=wire)
+    named = replace(named, wire=wire, loss=tuple(loss))
     limited = any(device.memory_bytes for device in cluster.devices)
     return made_to_fit(graph, named, cluster, kept) if limited else named
 
@@ -83,14 +86,15 @@ def choose(
     room: bool = True,
     known: Sequence[Plan] = (),
     wire: str | None = None,
+    loss: Sequence[Axis] = (),
 ) -> Decision:
     """The best plan for a cluster, and what else there was; `kept`: of each weight by the optimiser.
 
     `known` plans take part in the choice.
     """
     _check_wire(wire)
-    required, known = tuple(required), tuple(known)
-    return decide(graph, cluster, required=required, kept=kept, room=room, known=known, wire=wire)
+    required, known, parts = tuple(required), tuple(known), tuple(loss)
+    return decide(graph, cluster, required=required, kept=kept, room=room, known=known, wire=wire, loss=parts)
 
 
 def fitting(decision: Decision, cluster: Cluster) -> Option:

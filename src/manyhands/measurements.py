@@ -26,7 +26,7 @@ from manyhands.runtime.rehearsing import Rehearsal, Round, Silence
 from manyhands.runtime.transport import Gloo
 from manyhands.runtime.weights import split_weights
 from manyhands.runtime.worker import Worker
-from manyhands.tasks import connect, examples, mean_square
+from manyhands.tasks import connect, examples, mean_square, mean_square_part
 from manyhands.tracing.graphs import Traced, trace
 
 SMALL_BYTES, LARGE_BYTES, NUM_SMALL, NUM_LARGE = 1 << 10, 1 << 20, 100, 20
@@ -77,7 +77,7 @@ class Part:
         tiles: tuple[Tile, ...] = self.territory.inputs
         generator = torch.Generator().manual_seed(self.given.seed)
         images = tuple(torch.randn(tile.shape, generator=generator) for tile in tiles)
-        return Batch(images, mean_square, 0, tiles)
+        return Batch(images, mean_square, 0, tiles, mean_square_part)
 
     def run(self, worker: Worker, step: Callable[[Batch], Told]) -> list[Told]:
         """What some steps return; how long each is by the clock on the wall is noted. The first warms up."""

@@ -17,6 +17,7 @@ from manyhands.api import lower, make_worker
 from manyhands.data.idx import fashion_mnist_small
 from manyhands.errors import RequestError
 from manyhands.ir.codec import decode
+from manyhands.ir.geometry import Tile
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.planning.lowering import Lowered
@@ -167,7 +168,7 @@ def measure(job: dict[str, Any], place: Place) -> None:
     )
     for step in range(given.steps):
         start = time.perf_counter()
-        worker.step(Batch(inputs, mean_square, step, tiles))
+        worker.step(Batch(inputs, mean_square, step, tiles, mean_square_part))
         say("step", seconds=time.perf_counter() - start)
     worker.mail.settle()
     parameters = [p for p in worker.weights.tensors.values() if isinstance(p, nn.Parameter)]
@@ -205,6 +206,11 @@ def random_inputs(example: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
 def mean_square(outputs: tuple[Tensor, ...]) -> Tensor:
     """A loss for measurements: it needs no targets."""
     return torch.stack([output.square().mean() for output in outputs]).sum()
+
+
+def mean_square_part(output: Tensor, tile: Tile, whole: Tile) -> Tensor:
+    """The part of it that one tile of an output makes."""
+    return output.square().sum() / whole.numel
 
 
 def train(job: dict[str, Any], place: Place) -> None:

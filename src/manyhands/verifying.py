@@ -47,6 +47,10 @@ class Trial:
         ]
         return torch.stack(parts).sum()
 
+    def part(self, output: Tensor, tile: Tile, whole: Tile) -> Tensor:
+        """The loss of a part of the only output."""
+        return (output * self.weightings[0][tile.within(whole)]).sum()
+
 
 @dataclass(frozen=True)
 class Held:
@@ -136,7 +140,7 @@ def train(worker: Worker, trial: Trial) -> Outcome:
     worker.seed = trial.seed
     tiles = worker.territory.inputs  # a device sees no more of the batch than it reads
     losses = [
-        worker.step(Batch(cropped(inputs, tiles), trial.loss, step, tiles))
+        worker.step(Batch(cropped(inputs, tiles), trial.loss, step, tiles, trial.part))
         for step, inputs in enumerate(trial.batches)
     ]
     worker.mail.settle()

@@ -12,7 +12,7 @@ from manyhands.planning import lowering, packing, weights
 from tests.loopback.trials import compare_case, draw, miscounted, rounding_explains, sent
 
 EXCUSED = "not exact, by rounding that plain PyTorch shows here too"
-SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST, PACKED_AT_LEAST = 60, 8, 38, 5
+SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST, PACKED_AT_LEAST, PARTED_AT_LEAST = 60, 8, 38, 5, 5
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +37,14 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
     """480 random networks and plans. A failure names its seed: `draw(seed)` makes the same case again."""
-    compared = excused = packed = 0
+    compared = excused = packed = parted = 0
     for seed in range(group * SEEDS_A_GROUP, (group + 1) * SEEDS_A_GROUP):
         case = draw(seed)
         if case is None:
             continue
         difference, lowered, outcomes = compare_case(case)
         packed += any(message.packed for program in lowered.programs for message in sent(program))
+        parted += bool(lowered.regions.tellers)
         assert not miscounted(lowered, outcomes), f"{case}: other bytes were sent than the programs say"
         if difference.exact:
             compared += 1
@@ -55,6 +56,7 @@ def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
     assert excused <= 2, "too many differences are put down to rounding"
     assert compared >= COMPARED_AT_LEAST, "too few of the random plans could be run"
     assert packed >= PACKED_AT_LEAST, "too few of the random plans leave zeros out"
+    assert parted >= PARTED_AT_LEAST, "too few of the random plans evaluate the loss in parts"
 
 
 def test_enough_cases_are_compared() -> None:

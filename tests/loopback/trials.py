@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from manyhands.api import lower, make_worker, plan
 from manyhands.errors import RequestError
+from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph, Pointwise
 from manyhands.ir.plan import Plan, Segment
 from manyhands.ir.program import Message, Program, Send
@@ -37,6 +38,7 @@ from tests.loopback.random_plans import Wish, random_wish
 STEPS = 3
 REDO = (0, 1, 1, 2, 100)  # samples at a time; 0: kept
 BANDS = (1, 1, 2, 3, 5)  # of rows
+LOSSES = ((), (Axis.BATCH,), (Axis.BATCH, Axis.ROWS, Axis.COLUMNS), (Axis.CHANNELS,), tuple(Axis))
 IN_FLIGHT = (0, 400, 64 << 20)  # bytes: a step waits for its weights, or leaves them to the next
 
 
@@ -72,6 +74,7 @@ def draw(seed: int) -> Case | None:
         assert "nothing to do" in str(error) or "cannot be cut" in str(error), f"seed {seed}: {error}"
         return None
     chosen = replace(_redone(chosen, own), in_flight_bytes=own.choice(IN_FLIGHT), packed=packed)
+    chosen = replace(chosen, loss=own.choice(LOSSES))
     return Case(seed, model, traced, wish, chosen, make_trial(traced.graph, example, steps=STEPS))
 
 

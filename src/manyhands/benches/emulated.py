@@ -10,6 +10,7 @@ from manyhands import api
 from manyhands.emulation.devices import Emulation, emulated
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device
+from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, promising
@@ -17,6 +18,7 @@ from manyhands.racing import RaceJob, foreseeable, race
 
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
 Tell = Callable[[str], None]
+LOSS = tuple(Axis)  # a mean of squares, which every device evaluates on its own tile, as peers do
 TRIED = 5  # plans of auto, the most
 TRIAL_ROUNDS = 3
 CLEARLY = 0.95  # of the time of the plan that was chosen: what it takes to win a trial
@@ -64,19 +66,19 @@ def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
 
 def auto(graph: Graph, cluster: Cluster, wire: str | None = None) -> Sequence[Plan]:
     """The plan that is chosen, and others that promise about as much: a trial decides among them."""
-    decision = api.choose(graph, cluster, wire=wire)
+    decision = api.choose(graph, cluster, wire=wire, loss=LOSS)
     chosen = api.fitting(decision, cluster).plan
     return tuple(dict.fromkeys((chosen, *promising(decision))))[:TRIED]
 
 
 def untried(graph: Graph, cluster: Cluster) -> Sequence[Plan]:
     """The plan that is chosen by its forecast alone."""
-    return [api.plan(graph, cluster)]
+    return [api.plan(graph, cluster, loss=LOSS)]
 
 
 def by_name(strategy: str, fuse: tuple[str, ...] | None = None) -> Choose:
     """A named strategy with equal shares; `fuse`: groups that end after these layers."""
-    return lambda graph, cluster: [api.plan(graph, cluster, strategy, fuse=fuse)]
+    return lambda graph, cluster: [api.plan(graph, cluster, strategy, fuse=fuse, loss=LOSS)]
 
 
 def among(names: tuple[str, ...], choose: Choose) -> Choose:

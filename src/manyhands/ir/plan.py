@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from manyhands.ir.geometry import Layout
+from manyhands.ir.geometry import Axis, Layout
 
 LEAST_IN_FLIGHT = 4 << 20  # bytes
 
@@ -52,7 +52,8 @@ class Plan:
     `in_flight_bytes` may be on their way out of a device while it goes on computing; they are held in memory.
     With more than the least, a step may end while new weights are on their way: the next one waits for them.
     `packed`: of rectified layers only what is not zero travels. `wire`: tiles and gradients are rounded to
-    this type for their way, such as bfloat16; None: nothing is.
+    this type for their way, such as bfloat16; None: nothing is. `loss`: axes of the output along which the
+    loss is a sum of parts: there each device evaluates its own part, and nobody needs the whole output.
     """
 
     graph: str
@@ -62,8 +63,13 @@ class Plan:
     in_flight_bytes: int = LEAST_IN_FLIGHT
     packed: bool = False
     wire: str | None = None
+    loss: tuple[Axis, ...] = ()
 
     @property
     def exact(self) -> bool:
         """Same parameters as one device after the same steps, to rounding."""
         return self.wire is None or len(self.devices) == 1
+
+    def evaluating(self, graph: str) -> Plan:
+        """The same on the graph of the model in evaluation: nothing is rounded, and outputs are whole."""
+        return replace(self, graph=graph, wire=None, loss=())

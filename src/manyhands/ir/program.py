@@ -22,6 +22,7 @@ class Content(Enum):
     SLOPES = "slopes"  # gradients of weights, on their way to the weights' owner: a bucket of them
     WEIGHTS = "weights"  # what the owner made of them, on its way back
     SQUARES = "squares"  # of the gradients that a device owns, for clipping by the norm of all
+    LOSS = "loss"  # a device's part of it
 
 
 NOT_ZERO = 0.55  # of what rectified layers make, about
@@ -249,7 +250,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Evaluate the loss on the whole outputs and keep the gradient of this device's own tiles."""
+    """Evaluate the loss, or this device's part of it, and keep the gradient of this device's own tiles."""
 
     def __str__(self) -> str:
         return "loss"
@@ -339,7 +340,7 @@ def postponed(program: Program) -> tuple[Message, ...]:
 
 
 _FORWARD = {Content.VALUE, Content.MOMENTS}
-_ALONE = _FORWARD | {Content.GRADIENT, Content.SUMS}
+_ALONE = _FORWARD | {Content.GRADIENT, Content.SUMS, Content.LOSS}
 
 
 def forward_steps(program: Program) -> tuple[Step, ...]:

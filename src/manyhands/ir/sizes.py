@@ -44,10 +44,14 @@ class Sizes:
         needed: Mapping[tuple[str, int], Tile],
         owned_bytes: int,
         buckets: Mapping[int, Bucket],
+        evaluated: Tile | None,  # of the output, where the loss is a sum of parts
     ) -> None:
         self.layers, self.device, self.buckets = graph.by_name(), device, buckets
         self.home, self.computed, self.needed, self.owned_bytes = home, computed, needed, owned_bytes
-        self.output_bytes = sum(self.layers[name].num_bytes for name in graph.outputs)
+        outputs = [self.layers[name] for name in graph.outputs]
+        self.output_bytes = sum(layer.num_bytes for layer in outputs)
+        if evaluated is not None:
+            self.output_bytes = evaluated.numel * outputs[0].item_bytes
 
     def of(self, step: Step) -> tuple[str, int]:
         """The name of a step's kind and its bytes: ("send value", 4096)."""

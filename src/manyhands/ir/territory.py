@@ -68,6 +68,17 @@ class Bucket:
         return self.item_bytes * self.numel(owner)
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A device's part of a loss that is a sum of parts: of which tile, and whose parts make the sum.
+
+    Of several devices that evaluate the same tile, each for the gradient of its own rows, one tells.
+    """
+
+    tile: Tile
+    tellers: tuple[str, ...]  # in the order of devices
+
+
 @dataclass(frozen=True)
 class Territory:
     """Regions of one device, by layer. `exports` lists what each chunk leaves for later steps."""
@@ -86,6 +97,7 @@ class Territory:
     buckets: dict[int, Bucket]  # those in which this device has a part
     in_flight_bytes: int  # that may be on their way out while it goes on
     wire: str | None = None  # type to which tiles and gradients are rounded for their way
+    evaluation: Evaluation | None = None  # None: no part of the loss, or all of it
 
     def buffer(self, source: str, segment: int) -> tuple[str, int | None]:
         """Where a segment finds a tensor: in a tile put together for it, or as this device computed it."""

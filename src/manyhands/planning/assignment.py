@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.ir.geometry import Span, Tile, empty_like
+from manyhands.ir.geometry import Axis, Shape, Span, Tile, empty_like
 from manyhands.ir.graph import Constant, Graph, GroupNorm, Input, Layer, Statistic
 from manyhands.ir.plan import Plan
 from manyhands.ir.regions import group_range, needs
@@ -19,7 +19,8 @@ class Assignment:
 
     home: the disjoint ownership; computed: what a device computes, home and overlap; needed: what it must
     put together of earlier segments' results, by (layer, segment); exchanged: layers whose statistics are
-    added up over devices. The segment after the last one is the loss.
+    added up over devices. The segment after the last one is the loss; tellers: devices whose parts of it
+    make the sum, in their order; none where everybody who evaluates it evaluates all of it.
     """
 
     segment_of: dict[str, int]
@@ -27,11 +28,17 @@ class Assignment:
     computed: dict[str, Tiles]
     needed: dict[tuple[str, int], Tiles]
     exchanged: frozenset[str]
+    tellers: tuple[str, ...] = ()
 
     def assembled(self, layer: str, segment: int, device: str) -> bool:
         """Does this device have to put the tile together, or has it computed all of it itself?"""
         tile = self.needed.get((layer, segment), {}).get(device)
         return tile is not None and bool(tile.numel) and not self.computed[layer][device].covers(tile)
+
+    def evaluated(self, graph: Graph, device: str) -> Tile | None:
+        """The part of the output on which this device evaluates its part of the loss, if there are parts."""
+        end = 1 + max(self.segment_of.values())
+        return self.needed[graph.outputs[0], end].get(device) if self.tellers else None
 
 
 def is_source(layer: Layer) -> bool:
@@ -106,14 +113,26 @@ class _Assigner:
 
     def assign(self) -> Assignment:
         end = len(self.plan.segments)
+        holders = {d for name in self.outputs for d, tile in self.home[name].items() if tile.numel}
+        axes = self.plan.loss if len(self.outputs) == 1 else ()
         for name in self.outputs:
-            holders = [d for out in self.outputs for d, tile in self.home[out].items() if tile.numel]
-            whole = Tile.whole(self.layers[name].shape)
-            self.needed[name, end] = {d: whole for d in self.plan.devices if d in holders}
+            homes = {d: self.home[name][d] for d in self.plan.devices if d in holders}
+            self.needed[name, end] = loss_tiles(self.layers[name].shape, homes, axes)
         for index in reversed(range(end)):
             for name in reversed(self.plan.segments[index].layers):
                 self._visit(self.layers[name], index)
-        return Assignment(self.segment_of, self.home, self.computed, self.needed, frozenset(self.exchanged))
+        exchanged = frozenset(self.exchanged)
+        return Assignment(
+            self.segment_of, self.home, self.computed, self.needed, exchanged, self._tellers(end)
+        )
+
+    def _tellers(self, end: int) -> tuple[str, ...]:
+        """The first device of each part of the loss, if there are parts."""
+        firsts: dict[Tile, str] = {}
+        for tiles in (self.needed[name, end] for name in self.outputs):
+            for device, tile in tiles.items():
+                firsts.setdefault(tile, device)
+        return tuple(firsts.values()) if len(self.outputs) == 1 < len(firsts) else ()
 
     def _visit(self, layer: Layer, index: int) -> None:
         """All readers were visited: settle what is computed of this layer, and ask for its inputs."""
@@ -162,6 +181,21 @@ class _Assigner:
             return
         tiles = self.needed.setdefault((source, index), self._nothing(self.layers[source]))
         tiles[device] = tiles[device].hull(wanted)
+
+
+def loss_tiles(shape: Shape, homes: Tiles, axes: tuple[Axis, ...]) -> Tiles:
+    """What each device that owns some of an output needs of it for its part of the loss, a sum along `axes`.
+
+    That is all of it along other axes. Two devices need the same tile, or nothing of each other's: else the
+    parts would not add up to the loss, and everybody evaluates all of it.
+    """
+    whole = Tile.whole(shape)
+    parts = dict.fromkeys(homes, whole)
+    for dimension in (axis.dimension(len(shape)) for axis in axes):
+        if dimension is not None:
+            parts = {d: tile.with_span(dimension, homes[d].spans[dimension]) for d, tile in parts.items()}
+    apart = sum(tile.numel for tile in set(parts.values())) == whole.numel
+    return parts if apart else dict.fromkeys(homes, whole)
 
 
 def statistic_source(layer: Layer, tile: Tile, shape: tuple[int, ...]) -> Tile:

@@ -29,8 +29,10 @@ MAX_SEARCHES = 3  # subsets of devices that are searched, the most promising
 class Chooser:
     """Searches of one graph on one cluster."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, weight_copies: float = 3.0) -> None:
-        self.graph, self.cluster, self.weight_copies = graph, cluster, weight_copies
+    def __init__(
+        self, graph: Graph, cluster: Cluster, weight_copies: float = 3.0, loss: tuple[Axis, ...] = ()
+    ) -> None:
+        self.graph, self.cluster, self.weight_copies, self.loss = graph, cluster, weight_copies, loss
         self.units, self.costs = units(graph), Costs(cluster)
         self.pieces = Pieces(self.units, cluster.names, self.costs)
         self.rounds = Rounds(cluster.names, self.costs)
@@ -163,8 +165,13 @@ class Chooser:
         self, layouts: tuple[Layout, ...], limit_bytes: Numbers | None, *, roomy: bool = False
     ) -> Found | None:
         fused = None if self.thorough else MAX_FUSED if self.few else 2
-        searched = Search(self.units, layouts, self.pieces, self.rounds, fused, self.weight_copies, roomy)
-        return searched.best(limit_bytes)
+        return self.searching(layouts, fused, roomy=roomy).best(limit_bytes)
+
+    def searching(
+        self, layouts: tuple[Layout, ...], fused: int | None = None, *, roomy: bool = False
+    ) -> Search:
+        place = self.units, layouts, self.pieces, self.rounds
+        return Search(*place, fused, self.weight_copies, roomy, self.loss)
 
 
 def _varied(layouts: list[Layout], num_devices: int) -> list[Layout]:

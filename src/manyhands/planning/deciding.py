@@ -22,7 +22,6 @@ from manyhands.planning.lightening import lightened
 from manyhands.planning.lowering import lower
 from manyhands.planning.pieces import Numbers
 from manyhands.planning.refining import Segments, refined
-from manyhands.planning.search import Search
 from manyhands.planning.simulation import SGD_WITH_MOMENTUM, foreseen_peak, simulate
 from manyhands.planning.strategies import NAMES, parse_cuts, plan_by_name
 from manyhands.planning.weights import BUCKET_BYTES
@@ -92,14 +91,16 @@ def decide(
     room: bool = True,
     known: tuple[Plan, ...] = (),
     wire: str | None = None,
+    loss: tuple[Axis, ...] = (),
 ) -> Decision:
     """Foresee what the searches find and the named strategies; the fastest that fits wins.
 
     `required` devices take part in the plan, also where it would be faster without them. `room`: a plan may
     have more on its way than the least. `known` plans are foreseen too: with that of a cluster that differs
-    from this one by being slower in something, the forecast is not worse than there. `wire`: of every plan.
+    from this one by being slower in something, the forecast is not worse than there. `wire` and `loss`: of
+    every plan.
     """
-    decider, digest = _Decider(graph, cluster, kept, wire), graph_digest(graph)
+    decider, digest = _Decider(graph, cluster, kept, wire, loss), graph_digest(graph)
     searches = decider.chooser.searches(required)
     found = [option for layouts in searches for option in decider.searched(layouts)]
     if room and decider.chooser.few:
@@ -132,25 +133,30 @@ def decide(
 
 def made_to_fit(graph: Graph, plan: Plan, cluster: Cluster, kept: Kept = SGD_WITH_MOMENTUM) -> Plan:
     """The plan, or the same with some of it computed a second time where only that fits."""
-    decider = _Decider(graph, cluster, kept, plan.wire)
+    decider = _Decider(graph, cluster, kept, plan.wire, plan.loss)
     light = decider.light(decider.foresee("", plan))
     return light.plan if light.fits else plan
 
 
 def _rank(option: Option, cluster: Cluster) -> float:
-    """The seconds by which a plan is compared: those of its trial, or as foreseen, with caution."""
-    tried = {trial.plan: trial.seconds for trial in cluster.trials}
-    if option.plan in tried:
-        return tried[option.plan]
+    """The seconds by which a plan is compared: those of its trial, or as foreseen, with caution.
+
+    Which loss a model will have was not known when plans were tried.
+    """
+    tried = {replace(trial.plan, loss=()): trial.seconds for trial in cluster.trials}
+    if (plan := replace(option.plan, loss=())) in tried:
+        return tried[plan]
     doubtful = bool(tried) or (bool(cluster.profiles) and option.mixed)
     return option.cost.seconds / (TRUST if doubtful else 1.0)
 
 
 class _Decider:
-    def __init__(self, graph: Graph, cluster: Cluster, kept: Kept, wire: str | None) -> None:
-        self.graph, self.cluster, self.kept, self.wire = graph, cluster, kept, wire
+    def __init__(
+        self, graph: Graph, cluster: Cluster, kept: Kept, wire: str | None, loss: tuple[Axis, ...]
+    ) -> None:
+        self.graph, self.cluster, self.kept, self.wire, self.loss = graph, cluster, kept, wire, loss
         network = cluster if wire is None else cluster.hastened(4 / ITEM_BYTES[wire])  # by about as much
-        self.chooser = Chooser(graph, network, 2 + kept.slots)
+        self.chooser = Chooser(graph, network, 2 + kept.slots, loss)
         self.costs = Costs(cluster)
         self.seen: dict[Plan, Option] = {}
 
@@ -309,7 +315,8 @@ class _Decider:
 
     def foresee(self, name: str, plan: Plan) -> Option:
         """What a plan would cost."""
-        plan = plan if plan.wire == self.wire else replace(plan, wire=self.wire)
+        if (plan.wire, plan.loss) != (self.wire, self.loss):
+            plan = replace(plan, wire=self.wire, loss=self.loss)
         if plan not in self.seen:
             simulated = self._num_messages(plan) <= MAX_MESSAGES
             limited = self.limits() is not None
@@ -347,10 +354,7 @@ class _Decider:
     def _estimate(self, plan: Plan) -> Cost:
         layouts = tuple(dict.fromkeys(segment.layout for segment in plan.segments))
         chooser = self.chooser
-        copies = chooser.weight_copies
-        found = Search(chooser.units, layouts, chooser.pieces, chooser.rounds, weight_copies=copies).estimate(
-            plan
-        )
+        found = chooser.searching(layouts).estimate(plan)
         if found is None:
             raise RequestError("too large to be foreseen: its segments end inside of what is fused.")
         peaks = zip(self.cluster.names, found.peak_bytes, strict=True)

@@ -41,6 +41,7 @@ WAITING = {
     Content.MOMENTS: _STATISTICS,
     Content.SUMS: _STATISTICS,
     Content.SQUARES: _STATISTICS,
+    Content.LOSS: _STATISTICS,
     Content.SLOPES: _WEIGHTS,
     Content.WEIGHTS: _WEIGHTS,
 }

@@ -7,7 +7,6 @@ gradients, weights and the optimiser's state, what is on its way, and the work s
 from __future__ import annotations
 
 from collections import deque
-from math import prod
 
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Input, Layer
@@ -174,7 +173,8 @@ class Holding(Passes):
         end = 1 + max(self.territory.segment_of.values())
         for name in dict.fromkeys(self.graph.outputs):
             layer, home = self.layers[name], self.territory.home[name]
-            size = prod(layer.shape) * layer.item_bytes
+            part = self.territory.evaluation
+            size = layer.num_bytes if part is None else part.tile.numel * layer.item_bytes
             self._write((name, end) if (name, end) in self.territory.needed else (name, None))
             self.ledger.touch(*(size,) * LOSS_COPIES)
             if layer.differentiable and home.numel:

@@ -103,14 +103,17 @@ class Lowering:
             if chunk.index:
                 self._compute(self.chunks[chunk.index - 1])
             self._after(chunk)
-        for device in self._holders():
+        holders = self._holders()
+        for device in holders:
             self.steps[device].append(Loss())
+        told = self._tell(Content.LOSS, self.regions.tellers, holders)
         for chunk in reversed(self.chunks):
             self._backward(chunk)
             for bucket in self.buckets[chunk.index]:
                 self._give(bucket)
                 self.given.append(bucket)
                 self._collect(IN_FLIGHT * self.plan.in_flight_bytes, but_newest=True)
+        self._receive(told)
         self._collect(0)
         if self.clip:
             self._square()
@@ -358,19 +361,18 @@ class Lowering:
 
     def _square(self) -> None:
         """Everybody learns the norm of all gradients, from everybody's own."""
-        devices, nothing = self.plan.devices, Tile(())
-        messages = [
-            Message(Content.SQUARES, "squares", 0, nothing, a, b, next(self.tags), 8)
-            for a in devices
-            for b in devices
-            if a != b
-        ]
-        for device in devices:
+        for device in self.plan.devices:
             self.steps[device].append(Square())
+        self._receive(self._tell(Content.SQUARES, self.plan.devices, self.plan.devices))
+
+    def _tell(self, content: Content, tellers: Iterable[str], listeners: Iterable[str]) -> list[Message]:
+        """A number from each of some devices to each of others."""
+        ways = [(a, b) for a in tellers for b in listeners if a != b]
+        messages = [Message(content, content.value, 0, Tile(()), a, b, next(self.tags), 8) for a, b in ways]
         for message in messages:
             self.steps[message.target].append(Expect(message))
         self._send(messages)
-        self._receive(messages)
+        return messages
 
     def _share(self, buckets: list[Bucket]) -> None:
         """Send what the owners made of their weights to everybody who holds them."""

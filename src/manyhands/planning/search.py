@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.ir.codec import graph_digest
-from manyhands.ir.geometry import Axis, Layout, Tile, empty_like
+from manyhands.ir.geometry import Axis, Layout, empty_like
 from manyhands.ir.plan import Plan, Segment
+from manyhands.planning.assignment import loss_tiles
 from manyhands.planning.links import Rounds
 from manyhands.planning.pieces import Boxes, Numbers, Piece, Pieces, Reading, boxes, travelling
 from manyhands.planning.units import Units
@@ -92,10 +93,12 @@ class Search:
         max_fused: int | None = None,
         weight_copies: float = 3.0,  # the weight, its gradient, its momentum
         roomy: bool = False,
+        loss: tuple[Axis, ...] = (),  # axes of the output along which it is a sum of parts
     ) -> None:
         self.units, self.layouts, self.pieces, self.rounds = units, layouts, pieces, rounds
         self.thorough, self.by_name = max_fused is None, units.graph.by_name()
         self.weight_copies, self.roomy = weight_copies, roomy
+        self.loss = loss if len(set(units.graph.outputs)) == 1 else ()
         self.max_fused = len(units.runs) if max_fused is None else max_fused
         self.fetched: dict[object, Numbers] = {}
         self.homes: dict[tuple[int, ...], Boxes] = {}
@@ -316,9 +319,9 @@ class Search:
         seconds = 0.0
         for name, index in zip(self.units.alive[-1], row, strict=True):
             layer, layout = self.by_name[name], self.layouts[int(index)]
-            whole, nothing = Tile.whole(layer.shape), empty_like(layer.shape)
-            holders = {d for d, tile in layout.tiles(layer.shape).items() if tile.numel}
-            need = boxes([whole if d in holders else nothing for d in self.pieces.devices], layer.shape)
+            homes = {d: tile for d, tile in layout.tiles(layer.shape).items() if tile.numel}
+            tiles, nothing = loss_tiles(layer.shape, homes, self.loss), empty_like(layer.shape)
+            need = boxes([tiles.get(d, nothing) for d in self.pieces.devices], layer.shape)
             size = travelling(self._homes(layer.shape)[int(index)], need) * layer.item_bytes
             seconds += float(self.rounds.seconds(size))
         return seconds

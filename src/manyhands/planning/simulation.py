@@ -296,6 +296,7 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
         {key: tiles[device] for key, tiles in regions.needed.items() if device in tiles},
         owned,
         {bucket.index: bucket for bucket in lowered.buckets if device in dict(bucket.parts)},
+        regions.evaluated(lowered.graph, device),
     )
     chunks: dict[int, tuple[float, float]] = {}
     slopes: dict[int, float] = {}  # of the backward, what may be done later

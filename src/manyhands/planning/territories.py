@@ -7,7 +7,7 @@ from manyhands.ir.graph import Graph, GroupNorm, Input, Layer, Statistic
 from manyhands.ir.plan import Plan
 from manyhands.ir.program import Forward, Program
 from manyhands.ir.regions import group_range, needs
-from manyhands.ir.territory import Bucket, Exchange, Share, Territory
+from manyhands.ir.territory import Bucket, Evaluation, Exchange, Share, Territory
 from manyhands.planning.assignment import Assignment, statistic_domain, statistic_source
 from manyhands.planning.liveness import Liveness
 from manyhands.planning.weights import owned_pieces
@@ -87,6 +87,7 @@ def territory(
 ) -> Territory:
     """What this program's device has to know."""
     device, layers = program.device, graph.by_name()
+    evaluated = regions.evaluated(graph, device)
     liveness = Liveness(graph, regions, device)
     forwards = [step for step in program.steps if isinstance(step, Forward)]
     return Territory(
@@ -109,4 +110,5 @@ def territory(
         buckets={bucket.index: bucket for bucket in buckets if device in dict(bucket.parts)},
         in_flight_bytes=plan.in_flight_bytes,
         wire=plan.wire,
+        evaluation=Evaluation(evaluated, regions.tellers) if evaluated is not None else None,
     )

@@ -44,16 +44,21 @@ from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
 from manyhands.runtime.weights import Weights
 
 LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
+PartFunction = Callable[[Tensor, Tile, Tile], Tensor]  # of a part of the output, where it lies, and the whole
 
 
 @dataclass
 class Batch:
-    """One step's data: the model's inputs, whole or what is read here of them; the loss of whole outputs."""
+    """One step's data: the model's inputs, whole or what is read here of them; the loss of whole outputs.
+
+    `part`: where the loss is a sum of parts, one of them. The parts of a whole output add up to its loss.
+    """
 
     inputs: Sequence[Tensor]
     loss: LossFunction
     step: int = 0
     tiles: Sequence[Tile] | None = None  # which part of each input is given; None: all of it
+    part: PartFunction | None = None
 
 
 @dataclass

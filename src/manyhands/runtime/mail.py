@@ -75,6 +75,8 @@ class Mail:
                 return store.sums[layer][self.device][(slice(None), *message.tile.within(known))]
             case Content.SQUARES:
                 return store.squares[self.device]
+            case Content.LOSS:
+                return store.losses[self.device]
             case Content.SLOPES:
                 pieces = store.territory.buckets[message.segment].part(message.target)
                 parts = [self.weights.gradient(p.parameter, p.tile) for p in pieces]
@@ -115,7 +117,7 @@ class Mail:
         return self.dtypes[message.tag]
 
     def _found_dtype(self, message: Message) -> torch.dtype:
-        if message.content is Content.SQUARES:
+        if message.content in (Content.SQUARES, Content.LOSS):
             return torch.float64
         if message.patient:
             parts = self.store.territory.buckets[message.segment].parts
@@ -150,6 +152,8 @@ class Mail:
                 store.sums[layer][message.source] = received
             case Content.SQUARES:
                 store.squares[message.source] = received
+            case Content.LOSS:
+                store.losses[message.source] = received
             case Content.SLOPES | Content.WEIGHTS:
                 self._take_bucket(message, received)
 

@@ -143,7 +143,9 @@ class Rehearsal(Worker):
             layers.append(LayerSample(kind, parts, stretch * forward_s, stretch * usual.backward[name]))
         own = self.territory
         owned = sum(weight.numel() * weight.element_size() for weight in self.weights.parameters())
-        sizes = Sizes(self.graph, self.program.device, own.home, own.computed, own.needed, owned, own.buckets)
+        part = None if own.evaluation is None else own.evaluation.tile
+        regions = own.home, own.computed, own.needed
+        sizes = Sizes(self.graph, self.program.device, *regions, owned, own.buckets, part)
         steps = [StepSample("begin", 0, stretch * usual.begin_s)]
         for step, seconds in zip(self.program.steps, usual.steps, strict=True):
             steps.append(StepSample(*sizes.of(step), stretch * seconds))

@@ -42,7 +42,7 @@ class Store:
         self.own_inputs: dict[str, Tensor] = {}  # a norm's input, on this device's home tile
         self.gaps: dict[Place, Gaps] = {}  # of tiles that travelled without their zeros
         self.squares: dict[str, Tensor] = {}  # of everybody's own gradients
-        self.loss: float | None = None
+        self.losses: dict[str, Tensor] = {}  # of everybody who tells its part; or of this device, all of it
 
     def dtype(self, layer: str) -> torch.dtype:
         dtype = getattr(torch, self.layers[layer].dtype)

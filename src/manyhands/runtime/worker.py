@@ -94,13 +94,14 @@ class Worker(Computing):
         for number, given in enumerate(batches, 1):
             batch = given if isinstance(given, Batch) else given()  # made in its turn: it takes memory
             self._run_all(alone if number < len(batches) else self.program.steps, batch)
-            losses.append(self.store.loss)
+            losses.append(self._total_loss())
             self.store.clear()
         return None if None in losses else sum(loss for loss in losses if loss is not None)
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> tuple[Tensor, ...] | None:
         """The whole outputs of one batch, on a device that would evaluate the loss. Nothing is learned."""
+        assert self.territory.evaluation is None, "of a plan whose loss has parts nobody holds whole outputs"
         self.mail.settle()
         self._run_all(forward_steps(self.program), batch)
         outputs = self._outputs() if Loss() in self.program.steps else None
@@ -118,8 +119,17 @@ class Worker(Computing):
         self.mail.end_step()
 
     def _outputs(self) -> tuple[Tensor, ...]:
-        end = 1 + max(self.territory.segment_of.values())
-        return tuple(self.store.values[self.store.buffer(name, end)].detach() for name in self.graph.outputs)
+        """The whole outputs, or the part on which this device evaluates its part of the loss."""
+        end, part = 1 + max(self.territory.segment_of.values()), self.territory.evaluation
+        buffers = [self.store.buffer(name, end) for name in self.graph.outputs]
+        found = tuple(self.store.values[buffer].detach() for buffer in buffers)
+        return found if part is None else (found[0][part.tile.within(self.store.tile_of(buffers[0]))],)
+
+    def _total_loss(self) -> float | None:
+        """The loss, on a device that evaluates it or a part of it: parts are added up in device order."""
+        part, told = self.territory.evaluation, self.store.losses
+        tellers = (self.program.device,) if part is None else part.tellers
+        return sum(float(told[device]) for device in tellers) if told else None
 
     def run(self, step: Step) -> None:
         store = self.store
@@ -183,23 +193,32 @@ class Worker(Computing):
         refuse_split_weights(self.optimiser, self.weights, self.graph)
 
     def loss(self) -> None:
-        """Evaluate the loss on the whole outputs; of the gradient, keep this device's own tiles."""
+        """Evaluate the loss, or this device's part of it; of the gradient, keep this device's own tiles."""
+        part = self.territory.evaluation
         leaves = {
             name: value.requires_grad_(self.layers[name].differentiable)
             for name, value in dict(zip(self.graph.outputs, self._outputs(), strict=True)).items()
         }
         with torch.enable_grad():
-            loss = self.batch.loss(tuple(leaves[name] for name in self.graph.outputs))
-        self.store.loss = float(loss.detach())
+            if part is None:
+                loss = self.batch.loss(tuple(leaves[name] for name in self.graph.outputs))
+            else:
+                loss = self._part_of_loss(part.tile, *leaves.values())
+        if part is None or self.program.device in part.tellers:
+            self.store.losses[self.program.device] = loss.detach().double()
         if loss.requires_grad:
             loss.backward()
             self._refuse_unread(leaves)
         for name, leaf in leaves.items():
-            home = self.territory.home[name]
+            home, seen = self.territory.home[name], Tile.whole(self.layers[name].shape)
             if leaf.grad is not None and home.numel:
-                self.store.add_gradient(
-                    name, home, leaf.grad[home.within(Tile.whole(self.layers[name].shape))]
-                )
+                seen = seen if part is None else part.tile
+                self.store.add_gradient(name, home, leaf.grad[home.within(seen)])
+
+    def _part_of_loss(self, tile: Tile, output: Tensor) -> Tensor:
+        if self.batch.part is None:
+            raise RequestError("this plan evaluates the loss in parts, and this loss has none. Plan it anew.")
+        return self.batch.part(output, tile, Tile.whole(self.layers[self.graph.outputs[0]].shape))
 
     def _refuse_unread(self, leaves: dict[str, Tensor]) -> None:
         """On one device the weights behind an output that the loss ignores get no gradient; here, zeros."""

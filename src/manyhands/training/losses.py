@@ -14,52 +14,72 @@ from manyhands.detection.anchors import Anchors
 from manyhands.detection.precision import mean_average_precision
 from manyhands.detection.region import RegionLoss, detect
 from manyhands.errors import RequestError
+from manyhands.ir.geometry import Axis, Tile
 from manyhands.loading import load_function, nearest
-from manyhands.training.trainer import Loss
+from manyhands.training.means import Loss, MeanOf
 
-LOSSES = ("cross_entropy", "mse", "bce", "yolov2")
+LOSSES: dict[str, tuple[Axis, ...]] = {  # means, each along these axes of the output
+    "cross_entropy": (Axis.BATCH, Axis.ROWS, Axis.COLUMNS),
+    "mse": tuple(Axis),
+    "bce": tuple(Axis),
+    "yolov2": (Axis.BATCH,),
+}
 
 
 def make_loss(name: str, anchors: Anchors, num_classes: int) -> Loss:
     """The loss of this name, a function of outputs and targets; of the whole batch, so its mean is right."""
+    axes = LOSSES.get(name, ())
     match name:
         case "cross_entropy":
-            return _cross_entropy
+            return MeanOf(F.cross_entropy, axes, _labels_of)
         case "mse":
-            return lambda outputs, targets: F.mse_loss(outputs, _shaped(targets, outputs))
+            return MeanOf(F.mse_loss, axes, _numbers_of)
         case "bce":
-            return lambda outputs, targets: F.binary_cross_entropy_with_logits(
-                outputs, _shaped(targets, outputs)
-            )
+            return MeanOf(F.binary_cross_entropy_with_logits, axes, _numbers_of)
         case "yolov2":
-            return RegionLoss(anchors, num_classes)
+            return MeanOf(RegionLoss(anchors, num_classes), axes, _samples_of)
     if ":" in name:
         loss: Loss = load_function(name)
         return loss
-    hint = nearest(name, LOSSES) or f" There are {', '.join(LOSSES)} and file.py:function."
+    hint = nearest(name, tuple(LOSSES)) or f" There are {', '.join(LOSSES)} and file.py:function."
     raise RequestError(f"no loss is called {name!r}.{hint}")
 
 
-def _shaped(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Targets like the outputs; what would be broadcast is refused."""
-    if targets.numel() != outputs.numel():
+def _numbers_of(targets: Tensor, output: Tensor, tile: Tile, whole: Tile) -> Tensor:
+    """Targets like the output; what would be broadcast is refused."""
+    if targets.numel() != whole.numel:
         raise RequestError(
-            f"the model gives {tuple(outputs.shape)} and the targets are {tuple(targets.shape)}: "
+            f"the model gives {whole.shape} and the targets are {tuple(targets.shape)}: "
             "this loss compares number by number."
         )
-    return targets.to(outputs.dtype).reshape(outputs.shape)
+    return _cropped(targets.to(output.dtype).reshape(whole.shape), tile, whole)
 
 
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+def _labels_of(targets: Tensor, output: Tensor, tile: Tile, whole: Tile) -> Tensor:
+    """A label for each place of the output, or the probabilities of all."""
     if not targets.is_floating_point() and targets.numel():
         low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= outputs.shape[1]:
+        if low < 0 or high >= output.shape[1]:
             wrong = low if low < 0 else high
             raise RequestError(
-                f"there is a label {wrong}, and the model has {outputs.shape[1]} outputs: labels are 0 to "
-                f"{outputs.shape[1] - 1}."
+                f"there is a label {wrong}, and the model has {output.shape[1]} outputs: labels are 0 to "
+                f"{output.shape[1] - 1}."
             )
-    return F.cross_entropy(outputs, targets)
+    if targets.is_floating_point():
+        return _cropped(targets, tile, whole)
+    return _cropped(targets, *(Tile(t.spans[:1] + t.spans[2:]) for t in (tile, whole)))
+
+
+def _samples_of(targets: Tensor, output: Tensor, tile: Tile, whole: Tile) -> Tensor:
+    return _cropped(targets, *(Tile(t.spans[:1]) for t in (tile, whole)))
+
+
+def _cropped(targets: Tensor, tile: Tile, whole: Tile) -> Tensor:
+    """A part of targets that begin with these dimensions. Parts of others would fit by chance."""
+    if targets.shape[: len(whole.spans)] != whole.shape:
+        shapes = tuple(targets.shape), whole.shape
+        raise RequestError("targets of shape {} came where {} was expected.".format(*shapes))
+    return targets[tile.within(whole)]
 
 
 class Metric(Protocol):

@@ -30,7 +30,7 @@ from manyhands.measuring import known_local, threads_each
 from manyhands.planning.feeding import Feed, feed_plan
 from manyhands.planning.lowering import Lowered
 from manyhands.training.jobs import AugmentTable, Job
-from manyhands.training.losses import choose_optimiser, make_loss
+from manyhands.training.losses import LOSSES, choose_optimiser, make_loss
 
 # Mean and deviation of each channel, 0 to 1, of all training images (CIFAR: Krizhevsky 2009; ImageNet: as
 # torchvision has them; Fashion-MNIST: counted).
@@ -208,7 +208,8 @@ def make_plan(job: Job, facts: Facts, cluster: Cluster) -> tuple[Facts, Cluster,
         cluster = replace(measured, devices=cluster.devices)
     kept = _kept(job)
     required = _required(job, cluster)
-    plan = api.plan(graph, cluster, job.strategy, required=required, kept=kept, wire=job.wire)
+    axes = LOSSES.get(job.loss, ())
+    plan = api.plan(graph, cluster, job.strategy, required=required, kept=kept, wire=job.wire, loss=axes)
     lowered = api.lower(graph, plan, clip=job.clip is not None)
     _refuse_large(lowered, cluster, job)
     samples = feed_plan(lowered, Feed(job.feed)).samples[cluster.names[0]]
@@ -255,7 +256,7 @@ def _check_evaluation(model: nn.Module, job: Job, plan: Plan) -> None:
     """A model that computes other layers in evaluation would fail only after an epoch."""
     graph = api.trace(model.eval(), example(job)).graph
     try:
-        api.lower(graph, replace(plan, graph=graph_digest(graph)))
+        api.lower(graph, plan.evaluating(graph_digest(graph)))
     except RequestError as error:
         raise RequestError(
             f"{job.model} computes other layers in evaluation than in training ({error}). "

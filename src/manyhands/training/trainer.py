@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from manyhands import api
 from manyhands.errors import RequestError
 from manyhands.ir.codec import graph_digest
+from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Graph, Input
 from manyhands.ir.plan import Plan
 from manyhands.ir.program import Loss as LossStep
 from manyhands.planning.feeding import Feed, Feeding, feed_plan
 from manyhands.planning.lowering import Lowered
 from manyhands.planning.weights import kept_pieces
-from manyhands.runtime.computing import Batch
+from manyhands.runtime.computing import Batch, PartFunction
 from manyhands.runtime.feeding import Feeder
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.state import Keeping, State, Stored, collect, restore
@@ -27,8 +28,8 @@ from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import Weights
 from manyhands.runtime.worker import Worker
 from manyhands.tracing.graphs import trace
+from manyhands.training.means import Loss, MeanOf, axes_of
 
-Loss = Callable[[Any, Tensor], Tensor]  # of the outputs (one tensor, or a tuple of several) and the targets
 Given = tuple[Sequence[Tensor], Tensor | None]  # inputs and targets
 
 
@@ -76,6 +77,10 @@ class Trainer:
         example = tuple(tensor.to("meta") for tensor in example)
         traced = trace(model.train(), example)
         self.graph = traced.graph
+        if not set(plan.loss) <= set(axes_of(settings.loss)):
+            raise RequestError(
+                "this plan evaluates the loss in parts, which cannot be of this one. Plan it anew."
+            )
         self.lowered = api.lower(traced.graph, plan, clip=settings.clip_norm is not None)
         self.worker = api.make_worker(traced, self.lowered, model, device, transport)
         self.channels_last = settings.channels_last
@@ -119,8 +124,9 @@ class Trainer:
             inputs, targets = given() if callable(given) else given
             tiles, everything = self._bring(inputs, targets, cut)
             self.passes += 1
-            loss = _weighed(self.settings.loss, everything, weight)
-            return Batch(tiles, loss, self.passes - 1, self.worker.territory.inputs)
+            given_loss = self.settings.loss, everything, weight
+            loss, part = _weighed(*given_loss), _weighed_part(*given_loss)
+            return Batch(tiles, loss, self.passes - 1, self.worker.territory.inputs, part)
 
         return make
 
@@ -160,7 +166,7 @@ class Trainer:
         if self._evaluator is None:
             model, example = self._untrained
             traced = trace(model.eval(), example)
-            plan = replace(self.plan, graph=graph_digest(traced.graph), wire=None)
+            plan = self.plan.evaluating(graph_digest(traced.graph))
             lowered = api.lower(traced.graph, plan)
             territory = lowered.territory(self.device)
             held = self.worker.weights
@@ -257,6 +263,16 @@ def _weighed(loss: Loss, targets: Tensor, weight: float) -> Callable[[tuple[Tens
     def evaluate(outputs: tuple[Tensor, ...]) -> Tensor:
         value = loss(_single(outputs), targets)
         return value if weight == 1 else value * weight
+
+    return evaluate
+
+
+def _weighed_part(loss: Loss, targets: Tensor, weight: float) -> PartFunction | None:
+    if not isinstance(loss, MeanOf):
+        return None
+
+    def evaluate(output: Tensor, tile: Tile, whole: Tile) -> Tensor:
+        return loss.part(output, targets, tile, whole) * weight
 
     return evaluate
 
