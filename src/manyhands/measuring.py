@@ -207,7 +207,7 @@ def rehearsed_plans(graph: Graph, num_devices: int) -> tuple[Plan, ...]:
     for count in dict.fromkeys((max(num_devices, 2), 2 * num_devices)):
         for strategy in CUTS:
             try:
-                plans.append(api.plan(graph, count, strategy))
+                plans.append(api.plan(graph, count, strategy, loss=tuple(Axis)))  # of many sizes
             except RequestError:  # the model cannot be cut so
                 continue
     return tuple(plans)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyhands import api
-from manyhands.ir.program import Backward, Fold, Forward, Program, Receive, Send, Slope, late_convolutions
+from manyhands.ir.choices import late_convolutions
+from manyhands.ir.program import Backward, Fold, Forward, Program, Receive, Send, Slope
 from manyhands.planning.checking import Flawed, check
 from manyhands.planning.lowering import Lowered
 from manyhands.runtime.late import Job, late_conv2d

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.api import lower, make_worker, plan
+from manyhands.api import lower, make_worker, plan, verify
 from manyhands.errors import RequestError
 from manyhands.ir.geometry import Axis
 from manyhands.ir.program import Content, Receive
@@ -20,13 +20,21 @@ from manyhands.tracing.graphs import Traced, trace
 from manyhands.verifying import Outcome, compare, cropped, make_trial, reference, train
 
 EVERY, PLACES = tuple(Axis), (Axis.BATCH, Axis.ROWS, Axis.COLUMNS)
-EXAMPLE = (torch.randn(4, 3, 12, 10, dtype=torch.float64),)
+EXAMPLE = (torch.randn(4, 3, 12, 10, generator=torch.Generator().manual_seed(5), dtype=torch.float64),)
 
 
-def network() -> nn.Module:
+def _network() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=1)
     return nn.Sequential(*layers).double()
+
+
+NETWORK = _network()
+
+
+def network() -> nn.Module:
+    """The same weights each time, also in threads, which share torch's random numbers."""
+    return copy.deepcopy(NETWORK)
 
 
 def lowered_by(
@@ -98,10 +106,7 @@ def test_losses_of_several_batches_are_added_up() -> None:
         return worker.step(*given)
 
     found = run_in_process(lowered.plan.devices, work)
-    model = network()
-    expected = sum(
-        float(trial.loss((copy.deepcopy(model)(inputs[0]),)).detach()) for inputs in trial.batches[:2]
-    )
+    expected = sum(float(trial.loss((network()(inputs[0]),)).detach()) for inputs in trial.batches[:2])
     for loss in found.values():
         assert loss == pytest.approx(expected, rel=1e-12)
 
@@ -116,6 +121,24 @@ def test_a_batch_whose_loss_has_no_parts_is_refused() -> None:
             worker.step(Batch(EXAMPLE, trial.loss))
 
     run_in_process(lowered.plan.devices, work)
+
+
+class Twice(nn.Module):
+    """Returns one result twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.inner(x)
+        return y, y
+
+
+def test_of_several_outputs_everybody_evaluates_all() -> None:
+    model = Twice()
+    chosen = plan(trace(model, EXAMPLE).graph, 2, "rows", loss=EVERY)
+    assert verify(model, EXAMPLE, chosen).exact
 
 
 def test_numbers_travel_and_not_outputs() -> None:

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from manyhands.ir.choices import unshared_gradients
 from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.graph import Mode, Pool, Slide, Window
-from manyhands.ir.program import Forward, unshared_gradients
+from manyhands.ir.program import Forward
 from manyhands.runtime.parts import part
 from manyhands.runtime.pooling import pool
 from manyhands.runtime.statistics import _add_line

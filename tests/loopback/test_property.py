@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from manyhands.planning import lowering, packing, weights
+from manyhands.ir.program import Finish
+from manyhands.planning import ahead, lowering, packing, weights
 from tests.loopback.trials import compare_case, draw, miscounted, rounding_explains, sent
 
 EXCUSED = "not exact, by rounding that plain PyTorch shows here too"
-SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST, PACKED_AT_LEAST, PARTED_AT_LEAST = 60, 8, 38, 5, 5
+SEEDS_A_GROUP, GROUPS, COMPARED_AT_LEAST = 60, 8, 38
+PACKED_AT_LEAST, PARTED_AT_LEAST, AHEAD_AT_LEAST = 5, 5, 2
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +23,7 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "BUCKET_BYTES", 256)
     monkeypatch.setattr(lowering, "LEAST_IN_FLIGHT", 0)
     monkeypatch.setattr(packing, "LEAST_BYTES", 0)
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
     """480 random networks and plans. A failure names its seed: `draw(seed)` makes the same case again."""
-    compared = excused = packed = parted = 0
+    compared = excused = packed = parted = hastened = 0
     for seed in range(group * SEEDS_A_GROUP, (group + 1) * SEEDS_A_GROUP):
         case = draw(seed)
         if case is None:
@@ -45,6 +48,7 @@ def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
         difference, lowered, outcomes = compare_case(case)
         packed += any(message.packed for program in lowered.programs for message in sent(program))
         parted += bool(lowered.regions.tellers)
+        hastened += any(isinstance(step, Finish) for program in lowered.programs for step in program.steps)
         assert not miscounted(lowered, outcomes), f"{case}: other bytes were sent than the programs say"
         if difference.exact:
             compared += 1
@@ -56,6 +60,7 @@ def test_any_plan_of_any_network_trains_as_one_device(group: int) -> None:
     assert excused <= 2, "too many differences are put down to rounding"
     assert compared >= COMPARED_AT_LEAST, "too few of the random plans could be run"
     assert packed >= PACKED_AT_LEAST, "too few of the random plans leave zeros out"
+    assert hastened >= AHEAD_AT_LEAST, "too few of the random plans compute first what others wait for"
     assert parted >= PARTED_AT_LEAST, "too few of the random plans evaluate the loss in parts"
 
 

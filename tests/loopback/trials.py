@@ -74,7 +74,7 @@ def draw(seed: int) -> Case | None:
         assert "nothing to do" in str(error) or "cannot be cut" in str(error), f"seed {seed}: {error}"
         return None
     chosen = replace(_redone(chosen, own), in_flight_bytes=own.choice(IN_FLIGHT), packed=packed)
-    chosen = replace(chosen, loss=own.choice(LOSSES))
+    chosen = replace(chosen, loss=own.choice(LOSSES), ahead=own.random() < 0.9)
     return Case(seed, model, traced, wish, chosen, make_trial(traced.graph, example, steps=STEPS))
 
 

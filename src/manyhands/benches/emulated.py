@@ -19,7 +19,7 @@ from manyhands.racing import RaceJob, foreseeable, race
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
 Tell = Callable[[str], None]
 LOSS = tuple(Axis)  # a mean of squares, which every device evaluates on its own tile, as peers do
-TRIED = 5  # plans of auto, the most
+TRIED = 6  # plans of auto, the most
 TRIAL_ROUNDS = 3
 CLEARLY = 0.95  # of the time of the plan that was chosen: what it takes to win a trial
 

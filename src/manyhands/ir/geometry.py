@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -106,6 +106,16 @@ def samples_at_a_time(tile: Tile, count: int) -> tuple[Tile, ...]:
     first, stop = tile.spans[0].start, tile.spans[0].stop
     starts = range(first, stop, count)
     return tuple(tile.with_span(0, Span(start, min(start + count, stop))) for start in starts)
+
+
+def rest_of(tile: Tile, boxes: Sequence[Tile]) -> Tile:
+    """What is left of a tile without boxes at its ends."""
+    for box in boxes:
+        axis = next(n for n, (a, b) in enumerate(zip(box.spans, tile.spans, strict=True)) if a != b)
+        span, cut = tile.spans[axis], box.spans[axis]
+        left = Span(cut.stop, span.stop) if cut.start == span.start else Span(span.start, cut.start)
+        tile = tile.with_span(axis, left)
+    return tile
 
 
 def empty_like(shape: Shape) -> Tile:

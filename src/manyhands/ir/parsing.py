@@ -11,6 +11,7 @@ from manyhands.ir.program import (
     Correct,
     Drop,
     Expect,
+    Finish,
     Fold,
     Forward,
     Keep,
@@ -37,7 +38,9 @@ _MESSAGE = re.compile(
 )
 _TILED = re.compile(r"(prepare|place|keep|restore|return) (\S+)>(\d+)\[(.*?)\]")
 
-_COMPUTED = re.compile(r"(forward|rerun|redo) (\d+)( unkept)?(?: by (\d+))?(?: in (\d+))?: (.*)")
+_COMPUTED = re.compile(
+    r"(forward|rerun|redo) (\d+)( unkept)?(?: by (\d+))?(?: in (\d+))?(?: ahead (\S+))?: (.*)"
+)
 
 _TILED_STEPS: dict[str, type[Prepare | Place | Keep | Restore | Return]] = {
     "prepare": Prepare,
@@ -67,6 +70,9 @@ def parse_step(text: str, device: str) -> Step:
             return Backward(int(rest.removesuffix(" later")), rest.endswith(" later"))
         case "slope":
             return Slope(int(rest))
+        case "finish":
+            chunk, _, layer = rest.partition(" ")
+            return Finish(int(chunk), layer)
         case "fold":
             return Fold(int(rest))
         case "measure":
@@ -86,10 +92,15 @@ def parse_step(text: str, device: str) -> Step:
             raise ValueError(f"not a step: {text!r}")
 
 
-def _computed(verb: str, chunk: str, unkept: str, samples: str, bands: str, layers: str) -> Step:
+def _computed(
+    verb: str, chunk: str, unkept: str, samples: str, bands: str, ahead: str | None, layers: str
+) -> Step:
     names, count = tuple(layers.split()), int(bands or 1)
+    if ahead and verb != "forward":
+        raise ValueError(f"not a step: {verb} {chunk} ahead {ahead}")
     if verb == "forward":
-        return Forward(int(chunk), names, not unkept, count)
+        first = tuple(Tile.parse(text) for text in ahead[1:-1].split("][")) if ahead else ()
+        return Forward(int(chunk), names, not unkept, count, first)
     if verb == "rerun":
         return Rerun(int(chunk), names, count)
     return Redo(int(chunk), names, int(samples or 0), count)

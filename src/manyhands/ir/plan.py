@@ -54,6 +54,8 @@ class Plan:
     `packed`: of rectified layers only what is not zero travels. `wire`: tiles and gradients are rounded to
     this type for their way, such as bfloat16; None: nothing is. `loss`: axes of the output along which the
     loss is a sum of parts: there each device evaluates its own part, and nobody needs the whole output.
+    `ahead`: of a convolution's result that others wait for, a part is computed and sent first, and travels
+    while the rest is computed: rows at the borders, or half of the samples.
     """
 
     graph: str
@@ -64,6 +66,7 @@ class Plan:
     packed: bool = False
     wire: str | None = None
     loss: tuple[Axis, ...] = ()
+    ahead: bool = False
 
     @property
     def exact(self) -> bool:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
 
 from manyhands.ir.geometry import Tile
-from manyhands.ir.graph import BatchNorm, Convolve, Deconvolve, GroupNorm, Layer
 
 
 class Content(Enum):
@@ -118,10 +115,23 @@ class Forward:
     layers: tuple[str, ...]
     keep: bool = True
     bands: int = 1  # of rows, one after another
+    ahead: tuple[Tile, ...] = ()  # of the last layer's result: only this is computed by now; (): all of it
 
     def __str__(self) -> str:
         kept = "" if self.keep else " unkept"
-        return f"forward {self.chunk}{kept}{_in_bands(self.bands)}: {' '.join(self.layers)}"
+        ahead = " ahead " + "".join(f"[{tile}]" for tile in self.ahead) if self.ahead else ""
+        return f"forward {self.chunk}{kept}{_in_bands(self.bands)}{ahead}: {' '.join(self.layers)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Compute the rest of a layer's result, of which a Forward has computed what others wait for."""
+
+    chunk: int
+    layer: str
+
+    def __str__(self) -> str:
+        return f"finish {self.chunk} {self.layer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +298,7 @@ Step = (
     | Keep
     | Restore
     | Forward
+    | Finish
     | Backward
     | Slope
     | Rerun
@@ -365,26 +376,3 @@ def gradient_steps(program: Program) -> tuple[Step, ...]:
         return not isinstance(step, Fold | Square | Update)
 
     return tuple(filter(of_one_batch, program.steps))
-
-
-def late_convolutions(names: Iterable[str], layers: Mapping[str, Layer]) -> list[str]:
-    """Those of some layers whose weights' gradients can be left to a Slope."""
-    found = [name for name in names if isinstance(layers[name].operation, Convolve)]
-    return [name for name in found if any(p.trainable for p in layers[name].parameters)]
-
-
-def unread_convolutions(step: Redo, layers: Mapping[str, Layer]) -> set[str]:
-    """Those that no layer of their chunk reads: their backward needs no second result of them."""
-    read = {source for name in step.layers for source in layers[name].inputs}
-    return {n for n in step.layers if isinstance(layers[n].operation, Convolve)} - read
-
-
-def unshared_gradients(step: Forward | Redo, layers: Mapping[str, Layer]) -> set[str]:
-    """What a chunk reads of earlier ones and whose gradient it makes anew, so that nobody else holds it.
-
-    That is what one layer of it reads, of a kind that never hands its own gradient on as its input's.
-    """
-    read = Counter(source for name in step.layers for source in layers[name].inputs)
-    kinds = Convolve | Deconvolve | BatchNorm | GroupNorm
-    makers = (layers[name] for name in step.layers if isinstance(layers[name].operation, kinds))
-    return {layer.inputs[0] for layer in makers if read[layer.inputs[0]] == 1} - set(step.layers)

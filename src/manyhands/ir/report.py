@@ -46,6 +46,7 @@ class PlanFacts:
     weight_bytes: tuple[tuple[str, int], ...]  # held by each device
     forecast: Cost
     packed: bool = False  # does only what is not zero travel of rectified layers?
+    ahead: bool = False  # is what others wait for computed first?
     wire: str | None = None  # type to which tiles and gradients are rounded for their way
     measured: bool = False  # are the speeds behind the forecast measured, or nominal
     limits: tuple[tuple[str, int | None], ...] = ()  # memory of each device

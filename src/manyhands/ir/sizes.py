@@ -11,6 +11,7 @@ from manyhands.ir.program import (
     Correct,
     Drop,
     Expect,
+    Finish,
     Fold,
     Forward,
     Keep,
@@ -62,6 +63,8 @@ class Sizes:
                 num_bytes = tile.numel * self.layers[layer].item_bytes
             case Keep(layer, _, tile) | Restore(layer, _, tile):  # a copy like any other
                 return "place", tile.numel * self.layers[layer].item_bytes
+            case Finish(_, layer):  # besides computing: what is computed apart is put together
+                return "place", self.computed[layer].numel * self.layers[layer].item_bytes
             case Drop(layer, segment):
                 tile = self.computed[layer] if segment is None else self.needed[layer, segment]
                 num_bytes = tile.numel * self.layers[layer].item_bytes

@@ -92,7 +92,7 @@ class _Assigner:
     def __init__(self, graph: Graph, plan: Plan, followed: Followed) -> None:
         self.followed = followed
         self.plan, self.layers, self.readers = plan, graph.by_name(), graph.readers()
-        self.outputs = set(graph.outputs)
+        self.outputs, self.single = set(graph.outputs), len(graph.outputs) == 1
         self.segment_of = {n: i for i, segment in enumerate(plan.segments) for n in segment.layers}
         self.home: dict[str, Tiles] = {}
         self.computed: dict[str, Tiles] = {}
@@ -114,7 +114,7 @@ class _Assigner:
     def assign(self) -> Assignment:
         end = len(self.plan.segments)
         holders = {d for name in self.outputs for d, tile in self.home[name].items() if tile.numel}
-        axes = self.plan.loss if len(self.outputs) == 1 else ()
+        axes = self.plan.loss if self.single else ()
         for name in self.outputs:
             homes = {d: self.home[name][d] for d in self.plan.devices if d in holders}
             self.needed[name, end] = loss_tiles(self.layers[name].shape, homes, axes)
@@ -132,7 +132,7 @@ class _Assigner:
         for tiles in (self.needed[name, end] for name in self.outputs):
             for device, tile in tiles.items():
                 firsts.setdefault(tile, device)
-        return tuple(firsts.values()) if len(self.outputs) == 1 < len(firsts) else ()
+        return tuple(firsts.values()) if self.single and len(firsts) > 1 else ()
 
     def _visit(self, layer: Layer, index: int) -> None:
         """All readers were visited: settle what is computed of this layer, and ask for its inputs."""

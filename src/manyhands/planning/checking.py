@@ -11,6 +11,7 @@ from manyhands.ir.program import (
     Content,
     Drop,
     Expect,
+    Finish,
     Fold,
     Forward,
     Keep,
@@ -99,6 +100,7 @@ class _Device:
         self.left: set[int] = set()  # chunks whose weights' gradients were left for later
         self.folded: set[int] = set()
         self.updated = False
+        self.begun: tuple[str, tuple[Tile, ...]] | None = None  # a layer of which some is computed
 
     def advance(self, letters: set[Message]) -> bool:
         """Take steps until one has to wait; whether any was taken."""
@@ -115,9 +117,19 @@ class _Device:
             self._require(buffer in self.alive, step, f"{buffer} is not there")
             ready = isinstance(step, Place | Keep | Restore) or not self.missing.get(buffer)
             self._require(ready, step, f"{buffer} is incomplete")
+        if self.begun is not None and not isinstance(step, Finish):
+            self._require(self._is_ahead(step, *self.begun), step, f"{self.begun[0]} is not finished")
         self.alive |= set(self.liveness.made(step))
         self._act(step, letters)
         return True
+
+    def _is_ahead(self, step: Step, layer: str, ahead: tuple[Tile, ...]) -> bool:
+        """Does it send what is computed already of a layer that was begun, or let go of something else?"""
+        if isinstance(step, Drop):
+            return step.layer != layer
+        if not isinstance(step, Send) or step.message.content is not Content.VALUE:
+            return False
+        return step.message.layer == layer and any(tile.covers(step.message.tile) for tile in ahead)
 
     def _act(self, step: Step, letters: set[Message]) -> None:
         match step:
@@ -125,11 +137,11 @@ class _Device:
                 self.missing[layer, segment] = tile.numel
             case Place(layer, segment, tile):
                 self.missing[layer, segment] -= tile.numel
-            case Forward(chunk, names, keep, bands):
-                self._require(not keep or bands == 1, step, "what is kept is computed all at once")
-                stale = set().union(*self.owed.values()) & self._weights_of(names)
-                self._require(not stale, step, "some weights are those of the step before")
-                (self.tapes if keep else self.unkept).add(chunk)
+            case Forward():
+                self._compute(step)
+            case Finish(_, layer):
+                self._require(self.begun is not None and self.begun[0] == layer, step, "it was not begun")
+                self.begun = None
             case Keep(layer, segment, tile):
                 self.aside.add((layer, segment, tile))
             case Restore(layer, segment, tile):
@@ -177,6 +189,14 @@ class _Device:
                 self.alive.discard((layer, segment))
             case _:
                 pass
+
+    def _compute(self, step: Forward) -> None:
+        self._require(not step.keep or step.bands == 1, step, "what is kept is computed all at once")
+        stale = set().union(*self.owed.values()) & self._weights_of(step.layers)
+        self._require(not stale, step, "some weights are those of the step before")
+        (self.tapes if step.keep else self.unkept).add(step.chunk)
+        self._require(step.keep or not step.ahead, step, "what is computed again is computed all at once")
+        self.begun = (step.layers[-1], step.ahead) if step.ahead else None
 
     def _weights_of(self, names: tuple[str, ...]) -> set[str]:
         """What some layers read, also by a source of theirs that is a weight itself."""

@@ -17,12 +17,14 @@ from manyhands.planning.costs import Costs
 from manyhands.planning.links import Rounds
 from manyhands.planning.pieces import Boxes, Numbers, Pieces, boxes
 from manyhands.planning.search import Found, Search, step_seconds
+from manyhands.planning.strategies import parse_cuts
 from manyhands.planning.units import units
 
 FEW_DEVICES = 4  # up to which every subset is looked at
 FEW_UNITS = 6  # up to which nothing is left out of a search on few devices
 MAX_FUSED = 4  # units in a segment, where devices are few
 MAX_LAYOUTS = 7  # of one search, the most promising
+MAX_PRODUCTS = 2  # of layouts along two axes, foreseen as they are
 MAX_SEARCHES = 3  # subsets of devices that are searched, the most promising
 
 
@@ -96,6 +98,15 @@ class Chooser:
             refined = [self.shared(layout) for layout in cut]
             cut = [*cut, *refined, *equal] if self.thorough else [*refined, *equal[:2]]
         return tuple(dict.fromkeys((*alone, *cut)))
+
+    def products(self) -> list[str]:
+        """The most promising ways to cut along two axes, the same for the whole network."""
+        names = self.cluster.names
+        speeds = [self.speed[name] for name in names]
+        grid = parse_cuts("grid", len(names))
+        cuts = [cuts for cuts in all_cuts(len(names)) if len(cuts) > 1 and cuts != grid]
+        layouts = sorted((by_speed(names, each, speeds) for each in cuts), key=self.promise)
+        return [",".join(map(str, layout.cuts)) for layout in layouts[:MAX_PRODUCTS]]
 
     def shared(self, first: Layout) -> Layout:
         """The same cuts, with shares by what each device can do; of many devices, the speeds must do."""

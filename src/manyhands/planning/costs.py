@@ -15,6 +15,7 @@ from manyhands.ir.profile import AXES, CARRY, POST, Factor, Line, Timing, fracti
 SLOPE = 0.5  # of a convolution's backward, for its weights: as many operations as for its input
 BACKWARD = 2.0  # backward over forward, where nothing was measured: gradients of inputs and of weights
 PACK_FLOPS = 150.0  # an element: packing takes as long as these, about (it is not profiled)
+THIN = 1.3  # times as long as in proportion, a few rows take (it is not profiled)
 STEP_S = 20e-6  # to begin any other step, where nothing was measured
 
 
@@ -72,6 +73,13 @@ class Costs:
         if key not in self.known:
             self.known[key] = self._layer(device, layer, tile, exchanged)
         return self.known[key]
+
+    def parted(self, device: str, layer: Layer, tile: Tile, boxes: tuple[Tile, ...]) -> tuple[float, float]:
+        """Seconds of forward of some boxes of a tile, and of the rest of it."""
+        whole_s, _ = self.layer(device, layer, tile)
+        part = sum(box.numel for box in boxes) / tile.numel
+        thin = THIN if boxes[0].spans[:2] == tile.spans[:2] else 1.0  # some rows; else samples
+        return thin * part * whole_s, (1 - part) * whole_s
 
     def slope(self, device: str, layers: Mapping[str, Layer], name: str, tile: Tile) -> float:
         """Of the seconds of a convolution's backward, those of its weights' gradients."""

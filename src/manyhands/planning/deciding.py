@@ -29,7 +29,7 @@ from manyhands.planning.weights import BUCKET_BYTES
 MAX_MESSAGES = 40_000  # of a step, up to which a plan is simulated; beyond, the search's estimate stands
 QUICK = 250  # layers times devices, up to which memory is told although nothing limits it
 TRUST = 0.85  # what a forecast must promise to win over a plan that was tried, or a mixture over a named one
-ROOMY = 4  # of the best plans, those for which it is tried to have more on its way at a time
+ROOMY = 4  # of the best plans, those that are tried with more on its way, or with what is waited for first
 STARTS = 3  # of the best plans, those that are changed where network and devices are few
 CHANGES = 4000  # of them that are tried
 CHANGED = 100_000  # layers times devices times changes, the most
@@ -111,6 +111,8 @@ def decide(
     known = tuple(plan for plan in (*known, *tried) if set(plan.devices) <= set(cluster.names))
     found += [decider.foresee("auto", plan) for plan in known]
     named = [decider.named(name) for name in NAMES]
+    products = [decider.named(name) for name in decider.chooser.products()]
+    named += [option for option in products if isinstance(option, Option)]
     options = [*found, *(option for option in named if isinstance(option, Option))]
     light = decider.lightened(options, searches)
     found, options = [*found, *light], [*options, *light]
@@ -121,11 +123,15 @@ def decide(
         changed = decider.refined(fitting, layouts, required, room)
         found += changed
         fitting = sorted([*fitting, *changed], key=lambda option: _rank(option, cluster))
-    fitting += [decider.with_room(option) for option in fitting[:ROOMY] if room]
+    few = fitting[:ROOMY]
+    fitting += [decider.with_room(option) for option in few if room]
+    fitting += [decider.varied(option, ahead=True) for option in few]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
-        plain, best = best, min(best, decider.packed(best), key=lambda option: _rank(option, cluster))
-        found += [replace(plain, name="auto")] if best is not plain else []  # a trial may compare them
+        varied = [best, decider.varied(best, packed=True)]
+        varied += [decider.varied(option, ahead=True) for option in varied]
+        best = min(varied, key=lambda option: _rank(option, cluster))
+        found += [replace(option, name="auto") for option in varied if option.plan != best.plan]  # for trials
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
     others = (*shown, *(option for option in found if option is not best))
     return Decision(best and decider.with_memory(best), others)
@@ -255,11 +261,11 @@ class _Decider:
         seen = [self.foresee("auto", plan) for plan in dict.fromkeys(both) if plan not in known]
         return [each for each in seen if each.fits]
 
-    def packed(self, option: Option) -> Option:
-        """The same without the zeros of what travels, if that fits."""
+    def varied(self, option: Option, **how: bool) -> Option:
+        """The same without the zeros of what travels, or with what others wait for first, if that fits."""
         if not option.simulated or not option.plan.devices[1:]:
             return option
-        found = self.foresee(option.name, replace(option.plan, packed=True))
+        found = self.foresee(option.name, replace(option.plan, **how))  # type: ignore[arg-type]
         return found if found.fits else option
 
     def lightened(self, options: list[Option], searches: list[tuple[Layout, ...]]) -> list[Option]:

@@ -14,6 +14,7 @@ from manyhands.ir.program import (
     Correct,
     Drop,
     Expect,
+    Finish,
     Forward,
     Keep,
     Measure,
@@ -81,7 +82,7 @@ def _segment(lowered: Lowered, step: Step, chunks: dict[int, int]) -> int | None
         case Forward(chunk, layers):
             chunks[chunk] = lowered.regions.segment_of[layers[0]]
             return chunks[chunk]
-        case Backward(chunk) | Slope(chunk) | Rerun(chunk) | Redo(chunk):
+        case Backward(chunk) | Slope(chunk) | Rerun(chunk) | Redo(chunk) | Finish(chunk):
             return chunks[chunk]
         case Measure(layer) | Correct(layer):
             return lowered.regions.segment_of[layer]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from manyhands.ir.choices import late_convolutions
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Input, Layer
 from manyhands.ir.program import (
@@ -16,6 +17,7 @@ from manyhands.ir.program import (
     Correct,
     Drop,
     Expect,
+    Finish,
     Fold,
     Forward,
     Keep,
@@ -34,7 +36,6 @@ from manyhands.ir.program import (
     Square,
     Step,
     Update,
-    late_convolutions,
     postponed,
 )
 from manyhands.ir.territory import Territory
@@ -108,6 +109,8 @@ class Holding(Passes):
                 self._write((layer, segment))
             case Forward():
                 self.forward(step)
+            case Finish(_, layer):  # it is computed apart, and put where it belongs
+                self.ledger.touch(tile_bytes(self.layers[layer], self.territory.computed[layer]))
             case Backward(chunk, later):
                 self.backward(self._tape(chunk, later))
             case Slope(chunk):

@@ -7,6 +7,7 @@ from manyhands.ir.program import (
     Content,
     Correct,
     Drop,
+    Finish,
     Forward,
     Keep,
     Loss,
@@ -75,6 +76,8 @@ class Liveness:
                 return [(layer, segment)]
             case Forward(_, layers) | Rerun(_, layers) | Redo(_, layers):
                 return list(dict.fromkeys(b for name in layers for b in self._inputs(name, set(layers))))
+            case Finish(_, layer):
+                return [(layer, None)]
             case Loss():
                 return [
                     self._buffer(name, 1 + max(self.regions.segment_of.values())) for name in self.outputs

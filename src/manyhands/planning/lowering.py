@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count, groupby
 
+from manyhands.ir.choices import late_convolutions
 from manyhands.ir.geometry import Tile, Transfer, transfers
 from manyhands.ir.graph import Graph, Layer, Statistic
 from manyhands.ir.plan import LEAST_IN_FLIGHT, Plan
@@ -34,16 +35,16 @@ from manyhands.ir.program import (
     Square,
     Step,
     Update,
-    late_convolutions,
 )
 from manyhands.ir.territory import Bucket, Territory
+from manyhands.planning.ahead import Ahead, Boxes
 from manyhands.planning.assignment import Assignment, assign, is_source
 from manyhands.planning.chunks import Chunk, chunks, is_per_sample, leaving, num_bands
 from manyhands.planning.liveness import Liveness, reads
 from manyhands.planning.packing import is_packed, item_bytes
 from manyhands.planning.refilling import Refill, Refills
 from manyhands.planning.territories import statistic_domains, territory
-from manyhands.planning.weights import all_held, buckets_after, first_chunk_using
+from manyhands.planning.weights import BucketMail, all_held, buckets_after, first_chunk_using
 
 IN_FLIGHT = 2  # times the room of a plan: gradients on their way before the oldest is waited for
 
@@ -91,17 +92,21 @@ class Lowering:
         self.first_use = first_chunk_using(graph, self.chunks)
         self.computed = {d: [c.index for c in self.chunks if self.active(c, d)] for d in plan.devices}
         self.late: dict[str, dict[int, list[Step]]] = {d: {} for d in plan.devices}  # by chunk; -1: at first
-        self.bucket_messages: dict[tuple[int, Content], list[Message]] = {}
+        self.mail = BucketMail(plan, self.tags)
         self.given: list[Bucket] = []  # whose gradients are on their way
         self.collected: list[Bucket] = []  # whose gradients have come
         self.values = {c.index: self._value_messages(c) for c in (*self.chunks, self.loss)}
+        self.ahead = Ahead(plan, self.layers, self.regions, self.chunks, self.values, self._part)
         self.moments = {c.index: self._moment_messages(c) for c in (*self.chunks, self.loss)}
 
     def programs(self) -> tuple[Program, ...]:
         for chunk in (*self.chunks, self.loss):
             self._before(chunk)
             if chunk.index:
-                self._compute(self.chunks[chunk.index - 1])
+                self._compute(self.chunks[chunk.index - 1], self.ahead.boxes[chunk.index])
+                self._send(m for m in self.ahead.brought[chunk.index] if self.ahead.is_first(m, chunk))
+                for device, rest in self.ahead.rest(chunk).items():
+                    self.steps[device].append(rest)
             self._after(chunk)
         holders = self._holders()
         for device in holders:
@@ -125,7 +130,7 @@ class Lowering:
             if self.plan.in_flight_bytes > LEAST_IN_FLIGHT:
                 self._postpone(bucket)
             else:
-                self._receive(self._bucket_messages(bucket, Content.WEIGHTS))
+                self._receive(self.mail.of(bucket, Content.WEIGHTS))
         return tuple(
             Program(device, Liveness(self.graph, self.regions, device).with_drops(self._whole(device)))
             for device in self.steps
@@ -189,6 +194,9 @@ class Lowering:
         packed, tag = is_packed(self.plan, self.layers[name], content, size), next(self.tags)
         return Message(content, name, segment, way.tile, way.source, way.target, tag, size, packed)
 
+    def _part(self, m: Message, tile: Tile) -> Message:
+        return self._message(m.content, m.layer, m.segment, Transfer(m.source, m.target, tile), 1)
+
     def _reverse(self, message: Message, content: Content) -> Message:
         source, target = message.target, message.source
         return replace(message, content=content, source=source, target=target, tag=next(self.tags))
@@ -206,7 +214,7 @@ class Lowering:
         """Post what can be posted before the previous chunk computes."""
         for name in self._inputs(chunk):
             self._prepare(name, chunk.segment)
-        messages = self.values[chunk.index] + self.moments[chunk.index]
+        messages = self.ahead.brought[chunk.index] + self.moments[chunk.index]
         for message in messages:
             self.steps[message.target].append(Expect(message))
         self._measure(chunk, early=True)
@@ -215,8 +223,9 @@ class Lowering:
     def _after(self, chunk: Chunk) -> None:
         """The previous chunk is computed: send what it made, and wait for what the others made."""
         self._measure(chunk, early=False)
-        messages = self.values[chunk.index] + self.moments[chunk.index]
-        self._send(m for m in messages if not self._ready_before(m, chunk))
+        messages = self.ahead.brought[chunk.index] + self.moments[chunk.index]
+        sent = (m for m in messages if not self._ready_before(m, chunk))
+        self._send(m for m in sent if not self.ahead.is_first(m, chunk))
         for name in self._inputs(chunk):
             self._place(name, chunk.segment)
         for message in messages:
@@ -254,11 +263,12 @@ class Lowering:
     def _goes_back(self, names: tuple[str, ...]) -> bool:
         return any(self.layers[name].differentiable for name in names)
 
-    def _compute(self, chunk: Chunk) -> None:
+    def _compute(self, chunk: Chunk, ahead: Boxes) -> None:
         for device in self.plan.devices:
             if active := self.active(chunk, device):
                 keep, bands = not self.plan.segments[chunk.segment].redo, self._bands(chunk, active, device)
-                self.steps[device].append(Forward(chunk.index, active, keep, bands))
+                first = ahead.get(device, ())
+                self.steps[device].append(Forward(chunk.index, active, keep, bands, first))
 
     # ---- backward --------------------------------------------------------------------------------------
 
@@ -328,24 +338,9 @@ class Lowering:
 
     # ---- weights ---------------------------------------------------------------------------------------
 
-    def _bucket_messages(self, bucket: Bucket, content: Content) -> list[Message]:
-        """Gradients from every device to each owner, or new weights from each owner to every device."""
-        key = bucket.index, content
-        if key not in self.bucket_messages:
-            devices = [device for device, _ in bucket.parts]
-            ways = [(d, owner) for owner in devices for d in devices if d != owner and bucket.part(owner)]
-            size = item_bytes(self.plan, content, f"float{8 * bucket.item_bytes}")
-            self.bucket_messages[key] = [
-                Message(content, "bucket", bucket.index, Tile(()), source, target, next(self.tags), num_bytes)
-                for device, owner in ways
-                for num_bytes in [bucket.numel(owner) * size]
-                for source, target in [(device, owner) if content is Content.SLOPES else (owner, device)]
-            ]
-        return self.bucket_messages[key]
-
     def _give(self, bucket: Bucket) -> None:
         """Send the gradients of a bucket to their owners."""
-        messages = self._bucket_messages(bucket, Content.SLOPES)
+        messages = self.mail.of(bucket, Content.SLOPES)
         for message in messages:
             self.steps[message.target].append(Expect(message))
         self._send(messages)
@@ -356,7 +351,7 @@ class Lowering:
         """Wait for the oldest gradients while more than this is on its way."""
         while _total_bytes(self.given[:-1] if but_newest else self.given) > most_bytes:
             bucket = self.given.pop(0)
-            self._receive(self._bucket_messages(bucket, Content.SLOPES))
+            self._receive(self.mail.of(bucket, Content.SLOPES))
             self.collected.append(bucket)
 
     def _square(self) -> None:
@@ -376,7 +371,7 @@ class Lowering:
 
     def _share(self, buckets: list[Bucket]) -> None:
         """Send what the owners made of their weights to everybody who holds them."""
-        messages = [m for bucket in buckets for m in self._bucket_messages(bucket, Content.WEIGHTS)]
+        messages = [m for bucket in buckets for m in self.mail.of(bucket, Content.WEIGHTS)]
         for message in messages:
             self.steps[message.target].append(Expect(message))
         self._send(messages)
@@ -384,7 +379,7 @@ class Lowering:
     def _postpone(self, bucket: Bucket) -> None:
         """Let the next step wait for weights on their way, before the first layer that needs them."""
         chunk = min(self.first_use[piece.parameter] for _, part in bucket.parts for piece in part)
-        for message in self._bucket_messages(bucket, Content.WEIGHTS):
+        for message in self.mail.of(bucket, Content.WEIGHTS):
             computed = self.computed[message.target]
             place = bisect_left(computed, chunk)
             first = computed[place] if place < len(computed) else -1

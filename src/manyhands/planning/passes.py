@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from manyhands.ir.choices import unread_convolutions, unshared_gradients
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Constant, Convolve, Deconvolve, Graph, Input, Layer, Pointwise, Statistic
 from manyhands.ir.portions import Portion, portions
-from manyhands.ir.program import Forward, Program, Redo, Rerun, unread_convolutions, unshared_gradients
+from manyhands.ir.program import Forward, Program, Redo, Rerun
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.planning.costs import tile_bytes
@@ -45,6 +46,8 @@ class Passes:
         for portion in self._portions(step) or (None,):
             tape = Tape(unshared=unshared_gradients(step, self.layers), keep=step.keep, portion=portion)
             self._walk(step.chunk, step.layers, tape)
+        last = self.layers[step.layers[-1]]
+        self.ledger.touch(*(2 * tile_bytes(last, tile) for tile in step.ahead))  # apart, with what it reads
         if step.keep:
             self.tapes[step.chunk] = tape
 

@@ -98,7 +98,7 @@ class Search:
         self.units, self.layouts, self.pieces, self.rounds = units, layouts, pieces, rounds
         self.thorough, self.by_name = max_fused is None, units.graph.by_name()
         self.weight_copies, self.roomy = weight_copies, roomy
-        self.loss = loss if len(set(units.graph.outputs)) == 1 else ()
+        self.loss = loss if len(units.graph.outputs) == 1 else ()
         self.max_fused = len(units.runs) if max_fused is None else max_fused
         self.fetched: dict[object, Numbers] = {}
         self.homes: dict[tuple[int, ...], Boxes] = {}

@@ -10,12 +10,14 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from manyhands.ir.choices import late_convolutions, unread_convolutions
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Tile, samples_at_a_time
 from manyhands.ir.plan import Cost, Kept
 from manyhands.ir.portions import portions
 from manyhands.ir.program import (
     Backward,
+    Finish,
     Forward,
     Message,
     Program,
@@ -25,10 +27,8 @@ from manyhands.ir.program import (
     Send,
     Slope,
     Step,
-    late_convolutions,
     postponed,
     sent_bytes,
-    unread_convolutions,
 )
 from manyhands.ir.sizes import Sizes
 from manyhands.planning.chunks import leaving
@@ -301,6 +301,7 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
     chunks: dict[int, tuple[float, float]] = {}
     slopes: dict[int, float] = {}  # of the backward, what may be done later
     known: dict[tuple[str, int], float] = {}
+    unfinished: dict[int, float] = {}
 
     def seconds(step: Step) -> float:
         kind, num_bytes = sizes.of(step)
@@ -309,16 +310,20 @@ def _step_seconds(lowered: Lowered, program: Program, owned: int, costs: Costs) 
         own = known[kind, num_bytes]
         match step:
             case Forward(chunk):
-                each = [
-                    costs.layer(device, layers[n], tile, n in regions.exchanged)
-                    for n, tile in _computed(step, lowered, device)
-                ]
+                tiles = list(_computed(step, lowered, device))
+                each = [costs.layer(device, layers[n], t, n in regions.exchanged) for n, t in tiles]
                 chunks[chunk] = sum(f for f, _ in each), sum(b for _, b in each)
                 slopes[chunk] = sum(
                     costs.slope(device, layers, name, regions.computed[name][device])
                     for name in late_convolutions(step.layers, layers)
                 )
-                return own + chunks[chunk][0]
+                if not step.ahead:
+                    return own + chunks[chunk][0]
+                name, before = step.layers[-1], each[-1][0]
+                first, unfinished[chunk] = costs.parted(device, layers[name], dict(tiles)[name], step.ahead)
+                return own + chunks[chunk][0] - before + first
+            case Finish(chunk):
+                return own + unfinished[chunk]
             case Backward(chunk, later):
                 return own + chunks[chunk][1] - (slopes[chunk] if later else 0.0)
             case Slope(chunk):

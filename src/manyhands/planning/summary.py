@@ -5,7 +5,7 @@ from __future__ import annotations
 from manyhands.ir.cluster import Cluster
 from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Whole
-from manyhands.ir.program import Content, Forward, Receive
+from manyhands.ir.program import Content, Finish, Forward, Receive
 from manyhands.ir.report import Advice, PlanFacts, SegmentFacts, WholeLayer
 from manyhands.planning.costs import forward_flops, weight_bytes
 from manyhands.planning.explaining import Seconds, bound, segment_seconds
@@ -37,6 +37,7 @@ def summarise(lowered: Lowered, cluster: Cluster, advice: Advice | None = None) 
         weight_bytes=tuple((d, weight_bytes(lowered.graph, tiles)) for d, tiles in held.items()),
         forecast=timeline.cost,
         packed=lowered.plan.packed,
+        ahead=any(isinstance(step, Finish) for program in lowered.programs for step in program.steps),
         wire=None if lowered.plan.exact else lowered.plan.wire,
         measured=all(cluster.profile(device) is not None for device in lowered.plan.devices),
         limits=tuple((device, cluster.device(device).memory_bytes) for device in lowered.plan.devices),

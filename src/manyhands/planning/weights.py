@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count, product
 
 from manyhands.ir.geometry import Span, Tile, divide, empty_like
 from manyhands.ir.graph import ITEM_BYTES, Graph
+from manyhands.ir.plan import Plan
+from manyhands.ir.program import Content, Message
 from manyhands.ir.regions import parameter_tiles
 from manyhands.ir.territory import Bucket, Piece
 from manyhands.planning.assignment import Assignment, is_source
 from manyhands.planning.chunks import Chunk
+from manyhands.planning.packing import item_bytes
 
 BUCKET_BYTES = 1 << 20  # gradients wait for each other until they make this
+
+
+class BucketMail:
+    """What travels of buckets: gradients from every device to each owner, and new weights back."""
+
+    def __init__(self, plan: Plan, tags: Iterator[int]) -> None:
+        self.plan, self.tags = plan, tags
+        self.known: dict[tuple[int, Content], list[Message]] = {}
+
+    def of(self, bucket: Bucket, content: Content) -> list[Message]:
+        key = bucket.index, content
+        if key not in self.known:
+            devices = [device for device, _ in bucket.parts]
+            ways = [(d, owner) for owner in devices for d in devices if d != owner and bucket.part(owner)]
+            size = item_bytes(self.plan, content, f"float{8 * bucket.item_bytes}")
+            self.known[key] = [
+                Message(content, "bucket", bucket.index, Tile(()), source, target, next(self.tags), num_bytes)
+                for device, owner in ways
+                for num_bytes in [bucket.numel(owner) * size]
+                for source, target in [(device, owner) if content is Content.SLOPES else (owner, device)]
+            ]
+        return self.known[key]
 
 
 def held(graph: Graph, assignment: Assignment, device: str) -> dict[str, Tile]:

@@ -99,6 +99,8 @@ def plan_notes(facts: PlanFacts) -> list[str]:
     )
     if facts.packed:
         lines.append("Zeros of rectified layers do not travel: how many bytes do is an estimate.")
+    if facts.ahead:
+        lines.append("Of results that others wait for, a part is computed and sent first.")
     limits = dict(facts.limits)
     peaks = [
         f"{device} {amount(size)}" + (f" of {amount(limit)}" if (limit := limits.get(device)) else "")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from manyhands.ir.geometry import Tile
+from manyhands.ir.choices import unread_convolutions, unshared_gradients
+from manyhands.ir.geometry import Tile, rest_of
 from manyhands.ir.graph import (
     BatchNorm,
     Convolve,
@@ -28,14 +29,12 @@ from manyhands.ir.program import (
     Redo,
     Rerun,
     Slope,
-    unread_convolutions,
-    unshared_gradients,
 )
 from manyhands.ir.regions import needs, parameter_tiles
 from manyhands.ir.territory import Territory
 from manyhands.runtime.formats import arranged
 from manyhands.runtime.kernels import Function, Work, compute
-from manyhands.runtime.late import Job, Later
+from manyhands.runtime.late import Job, Later, Parting
 from manyhands.runtime.norms import normalise
 from manyhands.runtime.parts import part
 from manyhands.runtime.statistics import follow, keep_sums, moments_of
@@ -75,6 +74,7 @@ class Run:
     leaves: bool = True  # are results left for later steps?
     portion: Portion | None = None  # only this; None: all
     unread: frozenset[str] = frozenset()  # whose results nobody asks for
+    ahead: tuple[Tile, ...] = ()  # of the last layer's result: the rest is left for later
     here: dict[str, tuple[Tensor, Tile]] = field(default_factory=dict)
     borrowed: set[int] = field(default_factory=set)  # memory that has to stay as it is
 
@@ -110,6 +110,7 @@ class Computing:
         self.batch: Batch
         self.store = Store(graph, territory)
         forwards = [step for step in program.steps if isinstance(step, Forward)]
+        self.last_layer = {step.chunk: step.layers[-1] for step in forwards}
         self.last_uses = {step.chunk: last_uses(step, self.layers) for step in forwards}
         self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
         self.late = {step.chunk for step in program.steps if isinstance(step, Slope)}
@@ -122,7 +123,7 @@ class Computing:
     def forward(self, step: Forward) -> None:
         with torch.set_grad_enabled(step.keep and torch.is_grad_enabled()):
             for portion in self._portions(step) or (None,):
-                run = Run(Tape(), step.chunk, step.keep, portion=portion)
+                run = Run(Tape(), step.chunk, step.keep, portion=portion, ahead=step.ahead)
                 self._run(step.layers, run)
         if step.keep:
             self.store.tapes[step.chunk] = run.tape
@@ -188,6 +189,7 @@ class Computing:
         work = Work(
             layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step,
             again=run.again, unread=layer.name in run.unread and not mixed, later=self._later(layer, run),
+            parting=None if mixed else self._parting(layer, run),
         )  # fmt: skip
         return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
 
@@ -197,6 +199,28 @@ class Computing:
             return None
         left = self.store.left[run.chunk]
         return lambda job: left.append((layer.name, job))
+
+    def _parting(self, layer: Layer, run: Run) -> Parting | None:
+        """What is computed first of a layer for whose result others wait; the rest is left to a Finish."""
+        if not run.ahead or layer.name != self.last_layer[run.chunk]:
+            return None
+        tile = self.territory.computed[layer.name]
+
+        def place(box: Tile) -> tuple[slice, slice]:
+            samples, _, rows, _ = box.within(tile)
+            return samples, rows
+
+        def leave(job: Job) -> None:
+            self.store.unfinished[run.chunk] = job
+
+        return Parting(tuple(map(place, run.ahead)), place(rest_of(tile, run.ahead)), leave)
+
+    def finish(self, chunk: int) -> None:
+        """What forward left. Layers that compute in another type are computed all at once."""
+        job = self.store.unfinished.pop(chunk, None)
+        assert job is not None or self.mixed is not None, f"nothing is left of chunk {chunk}"
+        if job is not None:
+            job()
 
     def _read(self, source: str, need: Tile, reader: Layer, run: Run) -> Tensor:
         """A tile of an input: from this chunk, or as a source of its tape, or of the batch or a weight."""
@@ -261,9 +285,9 @@ class Computing:
         """What backward left for later."""
         left = self.store.left.pop(chunk, [])
         while left:  # what a job holds is free before the next begins
-            self._finish(*left.pop(0))
+            self._do(*left.pop(0))
 
-    def _finish(self, layer: str, job: Job) -> None:
+    def _do(self, layer: str, job: Job) -> None:
         job()
 
     def _hand_on(self, chunk: int, tape: Tape) -> None:

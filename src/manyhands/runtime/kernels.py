@@ -37,7 +37,7 @@ from manyhands.ir.graph import (
 )
 from manyhands.ir.regions import factor_ranges, fold, group_range, slide_need
 from manyhands.runtime.dropout import mask
-from manyhands.runtime.late import Later, late_conv2d
+from manyhands.runtime.late import Later, Parting, late_conv2d
 from manyhands.runtime.norms import settled
 from manyhands.runtime.parts import part
 from manyhands.runtime.pooling import adaptive_pool, pool
@@ -63,6 +63,7 @@ class Work:
     again: bool = False  # for the second time: running statistics have seen this batch
     unread: bool = False  # a convolution of which only backward is wanted
     later: Later | None = None  # a convolution whose weights' gradients are left there
+    parting: Parting | None = None  # a convolution of which some is computed first
 
     @property
     def own_function(self) -> Function:
@@ -163,8 +164,8 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
     groups = last - first if operation.groups > 1 else 1
     weight, bias = work.weights["weight"], work.weights.get("bias")
     conv2d = unread_conv2d if work.unread else F.conv2d
-    if work.later is not None:
-        conv2d = partial(late_conv2d, work.later)
+    if work.later is not None or work.parting is not None:
+        conv2d = partial(late_conv2d, work.later, parting=work.parting)
     if operation.mode is not Mode.CONSTANT:
         for d, slide in zip((2, 3), slides, strict=True):
             x = _folded(
@@ -180,6 +181,8 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
     even, skips = _even_padding(slides, before, after, tile)
     if even is None:
         x, even, skips = F.pad(x, (before[1], after[1], before[0], after[0])), (0, 0), (0, 0)
+    if work.parting is not None:
+        work.parting.skip = skips[0]
     y = conv2d(x, weight, bias, tuple(stride), even, tuple(dilation), groups)
     inside = (slice(skip, skip + len(s)) for skip, s in zip(skips, tile.spans[2:], strict=True))
     return _own_channels(part(y, (slice(None), slice(None), *inside)), work, operation.groups)

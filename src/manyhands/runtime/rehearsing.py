@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.ir.graph import Layer
 from manyhands.ir.profile import LayerSample, StepSample, fractions, kind_of
-from manyhands.ir.program import Backward, Redo, Step
+from manyhands.ir.program import Backward, Finish, Redo, Step
 from manyhands.ir.sizes import Sizes
 from manyhands.runtime.computing import Batch, Run
 from manyhands.runtime.late import Job
@@ -89,7 +89,7 @@ class Rehearsal(Worker):
         self.in_layers_s, self.marked, self.mark_s = 0.0, "", start
         super().run(step)
         stop = self.clock()
-        assert not isinstance(step, Redo), "what is computed twice is not rehearsed"
+        assert not isinstance(step, Redo | Finish), "what is computed twice or in parts is not rehearsed"
         if isinstance(step, Backward):
             self._mark("", stop)
         self.round.steps.append(stop - start - self.in_layers_s)
@@ -103,9 +103,9 @@ class Rehearsal(Worker):
         self.in_layers_s += seconds
         return result
 
-    def _finish(self, layer: str, job: Job) -> None:
+    def _do(self, layer: str, job: Job) -> None:
         start = self.clock()
-        super()._finish(layer, job)
+        super()._do(layer, job)
         seconds = self.clock() - start
         self.round.backward[layer] = self.round.backward.get(layer, 0.0) + seconds
         self.in_layers_s += seconds

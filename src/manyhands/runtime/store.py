@@ -36,6 +36,7 @@ class Store:
         self.own_reads: set[tuple[str, int]] = set()  # those of them that nobody else holds
         self.tapes: dict[int, Tape] = {}
         self.left: defaultdict[int, list[tuple[str, Job]]] = defaultdict(list)  # by chunk: for a Slope
+        self.unfinished: dict[int, Job] = {}  # by chunk: for a Finish
         self.parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of statistics, by device
         self.sums: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # of a norm's backward, by device
         self.moments: dict[str, Moments] = {}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from manyhands.runtime.formats import order_of
+from manyhands.runtime.late import result_like
 
 Pair = tuple[int, ...]
 
@@ -27,11 +27,7 @@ class _Unread(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings, ctx.bias_sizes = settings, None if bias is None else [len(bias)]
-        stride, padding, dilation, _ = settings
-        sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-        map_shape = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
-        shape = len(x), len(weight), *map_shape
-        return torch.empty(shape, dtype=x.dtype, memory_format=order_of(x))
+        return result_like(x, weight, *settings[:3])
 
     @staticmethod
     @once_differentiable

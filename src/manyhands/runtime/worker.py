@@ -18,6 +18,7 @@ from manyhands.ir.program import (
     Correct,
     Drop,
     Expect,
+    Finish,
     Fold,
     Forward,
     Keep,
@@ -140,6 +141,8 @@ class Worker(Computing):
                 store.margin(layer, segment, tile).copy_(store.own(layer, tile))
             case Forward():
                 self.forward(step)
+            case Finish(chunk):
+                self.finish(chunk)
             case Backward(chunk):
                 self.backward(chunk)
             case Slope(chunk):

@@ -77,8 +77,10 @@ def _samples_of(targets: Tensor, output: Tensor, tile: Tile, whole: Tile) -> Ten
 def _cropped(targets: Tensor, tile: Tile, whole: Tile) -> Tensor:
     """A part of targets that begin with these dimensions. Parts of others would fit by chance."""
     if targets.shape[: len(whole.spans)] != whole.shape:
-        shapes = tuple(targets.shape), whole.shape
-        raise RequestError("targets of shape {} came where {} was expected.".format(*shapes))
+        raise RequestError(
+            f"targets of shape {tuple(targets.shape)} came where {whole.shape} is expected. Let the data "
+            "give one for each sample, and for each pixel of an output that is a map."
+        )
     return targets[tile.within(whole)]
 
 

@@ -61,7 +61,7 @@ class Trainer:
     """This device's part in training one model by one plan.
 
     Every device makes one from the same model, plan and settings; then all call the same methods in the
-    same order. The loss is known on every device that holds the outputs.
+    same order. The loss is known on every device that holds outputs, or a part of them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Trainer:
 
     @property
     def output_holder(self) -> str:
-        """The first device that has the whole outputs."""
+        """The first device that has the whole outputs in evaluation."""
         return next(p.device for p in self.lowered.programs if LossStep() in p.steps)
 
     @property
