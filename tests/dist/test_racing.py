@@ -150,11 +150,29 @@ def test_the_plan_that_is_fastest_in_a_trial_is_taken(monkeypatch: pytest.Monkey
     assert emulated._fastest(plans, job, None, lambda _: None) is plans[0]  # type: ignore[arg-type]
 
 
+def test_a_plan_that_was_fast_by_chance_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many plans one is: it has to win once more, against the chosen one alone."""
+    seen: list[dict[str, int]] = []
+
+    def race(_: object, job: racing.RaceJob) -> dict[str, racing.Raced]:
+        seen.append({name: job.rounds for name, _ in job.plans})
+        lucky = 1.0 if len(seen) == 1 else 2.0
+        return {name: racing.Raced((lucky if name == "2" else 2.0,), {}) for name, _ in job.plans}
+
+    monkeypatch.setattr(emulated, "race", race)
+    graph = graph_of("demo", ((1, 28, 28),), 8)
+    plans = [api.plan(graph, 2, strategy) for strategy in ("batch", "rows", "channels")]
+    job = racing.RaceJob("demo", ((1, 28, 28),), 8, (), (), 5)
+    assert emulated._fastest(plans, job, None, lambda _: None) is plans[0]  # type: ignore[arg-type]
+    first, again = emulated.TRIAL_ROUNDS, emulated.FINAL_ROUNDS
+    assert seen == [dict.fromkeys(("0", "1", "2"), first), dict.fromkeys(("0", "2"), again)]
+
+
 def test_the_plan_that_is_chosen_takes_part_in_the_trial() -> None:
     graph = graph_of("demo", ((1, 28, 28),), 8)
     devices = cluster({"a": 1e9, "b": 1e9}, 1000)
     tried = auto(graph, devices)
-    assert tried[0] == api.plan(graph, devices) == emulated.untried(graph, devices)[0]
+    assert tried[0] == api.plan(graph, devices, loss=emulated.LOSS) == emulated.untried(graph, devices)[0]
     assert 1 <= len(tried) == len(set(tried)) <= emulated.TRIED
 
 

@@ -34,7 +34,7 @@ STARTS = 3  # of the best plans, those that are changed where network and device
 CHANGES = 4000  # of them that are tried
 CHANGED = 100_000  # layers times devices times changes, the most
 IN_FLIGHT = (16 << 20, 64 << 20)  # bytes of that
-WORTH = 0.99  # of the forecast: what it takes for more of them
+WORTH = 0.99  # of the forecast: what it takes for more of them, or for parts that come first
 MARGIN = 1.03  # of memory, over what is foreseen
 LIGHTENED = 3  # plans that are made to fit by computing some of it a second time
 TRIES = 4  # to find a plan that fits, each with a tighter limit
@@ -125,11 +125,11 @@ def decide(
         fitting = sorted([*fitting, *changed], key=lambda option: _rank(option, cluster))
     few = fitting[:ROOMY]
     fitting += [decider.with_room(option) for option in few if room]
-    fitting += [decider.varied(option, ahead=True) for option in few]
+    fitting += [decider.ahead(option) for option in few]
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
-        varied = [best, decider.varied(best, packed=True)]
-        varied += [decider.varied(option, ahead=True) for option in varied]
+        varied = [best, decider.packed(best)]
+        varied += [decider.ahead(option) for option in varied]
         best = min(varied, key=lambda option: _rank(option, cluster))
         found += [replace(option, name="auto") for option in varied if option.plan != best.plan]  # for trials
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
@@ -261,12 +261,20 @@ class _Decider:
         seen = [self.foresee("auto", plan) for plan in dict.fromkeys(both) if plan not in known]
         return [each for each in seen if each.fits]
 
-    def varied(self, option: Option, **how: bool) -> Option:
-        """The same without the zeros of what travels, or with what others wait for first, if that fits."""
+    def packed(self, option: Option) -> Option:
+        """The same without the zeros of what travels, if that fits."""
         if not option.simulated or not option.plan.devices[1:]:
             return option
-        found = self.foresee(option.name, replace(option.plan, **how))  # type: ignore[arg-type]
+        found = self.foresee(option.name, replace(option.plan, packed=True))
         return found if found.fits else option
+
+    def ahead(self, option: Option) -> Option:
+        """The same with what others wait for computed first, where that is foreseen to help and fits."""
+        if not option.simulated or not option.plan.devices[1:]:
+            return option
+        found = self.foresee(option.name, replace(option.plan, ahead=True))
+        worth = 1.0 if self.chooser.thorough else WORTH
+        return found if found.fits and found.cost.seconds < worth * option.cost.seconds else option
 
     def lightened(self, options: list[Option], searches: list[tuple[Layout, ...]]) -> list[Option]:
         """Of plans that are too large and would be fast, those that compute some of it a second time."""

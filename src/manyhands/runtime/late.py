@@ -58,11 +58,9 @@ class _Late(Function):
         *window, later, parting = settings
         ctx.save_for_backward(x, weight, bias)
         ctx.window, ctx.later = window, later
-        return (
-            F.conv2d(x, weight, bias, *window)
-            if parting is None
-            else _begun(parting, x, weight, bias, *window)
-        )
+        if parting is not None:
+            return _begun(parting, x, weight, bias, *window)
+        return F.conv2d(x, weight, bias, *window)
 
     @staticmethod
     @once_differentiable
@@ -98,7 +96,9 @@ def result_like(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation
 
 
 def _begun(parting: Parting, x: Tensor, weight: Tensor, bias: Tensor | None, *window: Any) -> Tensor:
-    """The result, of which the first boxes are computed. What was saved of it may not see the rest come."""
+    """The result, of which the first boxes are computed. The rest comes into the same memory unseen by
+    autograd, which has saved nothing of a result.
+    """
     result = result_like(x, weight, *window[:3])
     memory, given = result.data, (x.detach(), weight.detach(), None if bias is None else bias.detach())
 
