@@ -32,6 +32,7 @@ from manyhands.tracing.graphs import trace
 
 WARM_UP = 1  # round that does not count where peers take part: PowerSGD begins with its third step
 Contestant = tuple[str, Step | None, Callable[[], None]]  # name, step, and what to do after steps in a row
+REHEARSED = 3  # steps of every plan from which forecasts are made: one alone may be anything
 PATIENCE_S = 3600.0  # of a contestant that has much to send over a thin wire
 
 
@@ -162,7 +163,7 @@ def foreseeable(model: str, inputs: Inputs, batch: int, emulation: Emulation) ->
     """
     graph = graph_of(model, inputs, batch)
     plans = rehearsed_plans(graph, len(emulation.cluster.devices))
-    job = PlansJob(model, inputs, plans, 1, 0, turns=1)
+    job = PlansJob(model, inputs, plans, REHEARSED, 0, turns=1)
     said = launch("rehearse", encode(job), local_cluster(1).names)
     between = launch("rehearse", encode(_small_job()), local_cluster(2).names)
     profile = profile_of(said, batch, 1, False, _one_core(wire_lines(between)))

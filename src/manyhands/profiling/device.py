@@ -84,15 +84,15 @@ def measure_device(
     )
 
 
-def core_flops_per_s(seconds: float = 1.0) -> float:
-    """Of convolutions on one core of this machine, at its best."""
+def core_flops_per_s(seconds: float = 3.0) -> float:
+    """Of convolutions on one core of this machine, as it usually is: at its best it may be for a moment."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         (rounds,) = _alternate((_convolution(),), seconds)
     finally:
         torch.set_num_threads(threads)
-    return rounds.flops / min(rounds.seconds)
+    return rounds.flops / median(rounds.seconds)
 
 
 def timed(work: Callable[[], object]) -> float:
