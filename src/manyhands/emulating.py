@@ -15,9 +15,9 @@ from typing import IO
 
 import tomlkit
 
-from manyhands.emulation.devices import Emulation, emulated
+from manyhands.emulation.devices import Emulation, emulated, require
 from manyhands.errors import RequestError, RunError
-from manyhands.ir.cluster import Cluster
+from manyhands.ir.cluster import Cluster, cores_here
 from manyhands.ir.report import Outcome
 from manyhands.loading import load_cluster
 from manyhands.profiling.device import core_flops_per_s
@@ -31,7 +31,10 @@ Tell = Callable[[str, str], None]  # a device and a line that it printed
 def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tell) -> list[Outcome]:
     """The command on every device at once. Raises RunError when one needed more memory than it has."""
     read = load_cluster(cluster, None)
-    with tempfile.TemporaryDirectory() as folder, emulated(read, core_flops_per_s(), dilation) as emulation:
+    require()
+    tell("", f"how fast {cores_here()} busy cores of this machine are, for about 12 s ...")
+    core = core_flops_per_s()
+    with tempfile.TemporaryDirectory() as folder, emulated(read, core, dilation) as emulation:
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(emulation.cluster))
         tell("", describe(emulation))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from manyhands.tasks import mean_square
 
 Step = Callable[[], object]
+CHANNELS_LAST = "one device channels last"
 DISTCONV = "DistConv"  # its source is given by path, where it is wanted
 
 
@@ -49,6 +50,15 @@ def _plain(model: nn.Module, images: Tensor) -> Step:
 
 def one_device(arena: Arena) -> Step | None:
     return _plain(arena.build(), arena.images) if arena.rank == 0 else None
+
+
+def one_device_channels_last(arena: Arena) -> Step | None:
+    """The same in the order of memory in which convolutions are often faster; plans choose so themselves."""
+    if arena.rank != 0:
+        return None
+    model: Any = arena.build()
+    last = torch.channels_last
+    return _plain(model.to(memory_format=last), arena.images.contiguous(memory_format=last))
 
 
 def data_parallel(arena: Arena) -> Step:
@@ -188,6 +198,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("one device", one_device, local_norms=False, possible=lambda *_: True),
+        Peer(CHANNELS_LAST, one_device_channels_last, local_norms=False, possible=lambda *_: True),
         Peer("DistributedDataParallel", data_parallel),
         Peer("DDP with PowerSGD", data_parallel_powersgd, lossy=True),
         Peer("FSDP2", fully_sharded),

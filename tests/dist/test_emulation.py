@@ -23,6 +23,7 @@ from manyhands.loading import load_cluster
 from tests.dist.test_training import events, losses, write_job
 
 needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
+GPUS = "CUDA_VISIBLE_DEVICES"
 FAST = 100e9  # operations a second of a core of this machine, where nothing is timed
 PAIR = Cluster((Device("a", flops_per_s=20e9), Device("b", flops_per_s=20e9)), 5e6, 0.0)
 
@@ -190,10 +191,14 @@ def test_a_job_trains_on_emulated_devices_as_it_does_locally(tmp_path: Path) -> 
 # ---- without root -------------------------------------------------------------------------------------
 
 
-def test_without_root_it_says_what_it_needs_and_what_there_is_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_it_says_what_it_needs_and_what_there_is_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(RequestError, match="need root.*--plain"), devices.emulated(PAIR, FAST):
         pass
+    with pytest.raises(RequestError, match="need root"):  # at once, before anything is timed
+        emulating.run(cluster_file(tmp_path), ["true"], None, lambda *_: pytest.fail("it began"))
 
 
 def test_plain_processes_are_labelled_as_such(tmp_path: Path) -> None:
@@ -250,6 +255,15 @@ def test_latency_comes_from_the_kernel_or_by_holding_messages_back() -> None:
         assert not value and "held back" not in told
     else:
         assert float(value) == pytest.approx(0.02 - devices.LATENCY_S) and "held back 20 ms" in told
+
+
+@needs_root
+def test_an_emulated_device_has_no_gpu() -> None:
+    """Or a framework that finds one on this machine would use it for some of what it does."""
+    with devices.emulated(PAIR, FAST) as emulation:
+        command = [*emulation.within["a"], "printenv", GPUS]
+        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {GPUS: "0"})
+    assert found.returncode == 0 and found.stdout == "\n"
 
 
 @needs_root

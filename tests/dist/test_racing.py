@@ -23,10 +23,11 @@ from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.measuring import graph_of
-from manyhands.peers import DISTCONV, PEERS, _even_cuts
+from manyhands.peers import CHANNELS_LAST, DISTCONV, PEERS, _even_cuts
 from manyhands.reporting.plots import plot_bars
 
 needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
+ALONE = [peers.ONE, CHANNELS_LAST]
 CORE = 50e9  # said, not measured: only relations count
 
 
@@ -54,18 +55,18 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
 
 def test_peers_that_cut_the_batch_are_not_exact_where_there_are_norms() -> None:
     plain, normed = nn.Sequential(nn.Conv2d(1, 1, 1)), nn.Sequential(nn.BatchNorm2d(1))
-    assert [name for name, peer in PEERS.items() if peer.exact(normed)] == ["one device"]
+    assert [name for name, peer in PEERS.items() if peer.exact(normed)] == ALONE
     assert [name for name, peer in PEERS.items() if not peer.exact(plain)] == ["DDP with PowerSGD"]
 
 
 @pytest.mark.parametrize(
     ("model", "shape", "able"),
     [
-        ("unet", (1, 3, 256, 256), ["one device", DISTCONV]),
+        ("unet", (1, 3, 256, 256), [*ALONE, DISTCONV]),
         ("unet", (4, 3, 256, 256), list(PEERS)),
-        ("unet", (1, 3, 64, 64), ["one device"]),  # one row each at the bottom, which is out of step
-        ("resnet18", (1, 3, 224, 224), ["one device"]),
-        ("yolov2-16", (1, 3, 416, 416), ["one device"]),  # 26 rows
+        ("unet", (1, 3, 64, 64), ALONE),  # one row each at the bottom, which is out of step
+        ("resnet18", (1, 3, 224, 224), ALONE),
+        ("yolov2-16", (1, 3, 416, 416), ALONE),  # 26 rows
     ],
 )
 def test_who_can_take_part_on_four_devices(model: str, shape: tuple[int, ...], able: list[str]) -> None:
@@ -212,7 +213,7 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
         return cell(model, auto=1.0, one=3.0, ddp=9.0)
 
     monkeypatch.setattr(peers, "_cell", race)
-    monkeypatch.setattr(peers, "core_flops_per_s", lambda: CORE)
+    monkeypatch.setattr(peers, "core_speed", lambda _: CORE)
 
     def run(*only: str) -> tuple[peers.Cell, ...]:
         return peers.run(only, (100.0,), (), None, 1, tmp_path, lambda _: None)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from manyhands import api
-from manyhands.emulation.devices import Emulation, emulated
+from manyhands.emulation.devices import Emulation, emulated, require
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, promising
+from manyhands.profiling.device import core_flops_per_s
 from manyhands.racing import RaceJob, foreseeable, race
 
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
@@ -58,6 +59,13 @@ class Lap:
         return ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in self.spent_s)
 
 
+def core_speed(tell: Tell) -> float:
+    """Operations a second of a core of this machine, where devices can be emulated."""
+    require()
+    tell("how fast this machine's cores are while all are busy")
+    return core_flops_per_s()
+
+
 def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
     """Devices of these speeds at a switch. Memory is not limited: races are about time."""
     devices = tuple(Device(name, flops_per_s=speed) for name, speed in flops_per_s.items())
@@ -97,7 +105,7 @@ def tell_at(tell: Tell, where: str, what: str) -> None:
 
 def laps(
     setting: Setting,
-    core_flops_per_s: float,
+    core: float,
     dilation: float | None,
     plans: Mapping[str, Choose],
     peers: tuple[str, ...],
@@ -111,7 +119,7 @@ def laps(
     """
     model, inputs, batch = setting.model, (setting.shape,), setting.batch
     graph = graph_of(model, inputs, batch)
-    with emulated(setting.cluster, core_flops_per_s, dilation) as emulation:
+    with emulated(setting.cluster, core, dilation) as emulation:
         tell("how long layers take")
         cluster = foreseeable(model, inputs, batch, emulation)
         found: dict[str, Sequence[Plan]] = {}

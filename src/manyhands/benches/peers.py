@@ -11,12 +11,21 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from manyhands.benches.emulated import Choose, Lap, Setting, Tell, auto, cluster, laps, tell_at
+from manyhands.benches.emulated import (
+    Choose,
+    Lap,
+    Setting,
+    Tell,
+    auto,
+    cluster,
+    core_speed,
+    laps,
+    tell_at,
+)
 from manyhands.errors import RequestError
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
 from manyhands.peers import DISTCONV, PEERS
-from manyhands.profiling.device import core_flops_per_s
 
 DEVICES = 4
 GFLOPS = 25.0  # of each: so one alone takes 3.5 s for a step of ResNet-18 and 30 s for one of VGG16-BN
@@ -86,7 +95,7 @@ def run(
         raise RequestError(f"{DISTCONV}: name the folder of its source instead.")
     peers = peers or tuple(name for name in PEERS if name != DISTCONV)
     wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
-    core, cells = core_flops_per_s(), []
+    core, cells = core_speed(tell), []
     for model, mbit in wanted:
         rivals = "-".join((*peers, wire or ""))
         setting = f"{model}-{mbit:g}-{GFLOPS:g}-{dilation or 0:g}-{rounds}-{rivals}"

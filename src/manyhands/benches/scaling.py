@@ -9,11 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from manyhands import api
-from manyhands.benches.emulated import Setting, Tell, auto, by_name, cluster, laps, tell_at
+from manyhands.benches.emulated import Setting, Tell, auto, by_name, cluster, core_speed, laps, tell_at
 from manyhands.emulation.boards import BOARDS
 from manyhands.measuring import graph_of
 from manyhands.planning.simulation import simulate
-from manyhands.profiling.device import core_flops_per_s
 
 MODEL, SHAPE = "resnet18", (3, 224, 224)
 BOARD = "raspberry-pi-4"
@@ -43,7 +42,7 @@ class Row:
 def run(
     counts: tuple[int, ...], batch: int, mbit: float, dilation: float | None, rounds: int, tell: Tell
 ) -> tuple[Row, ...]:
-    core, speed, rows = core_flops_per_s(), 1e9 * BOARDS[BOARD].gflops, []
+    core, speed, rows = core_speed(tell), 1e9 * BOARDS[BOARD].gflops, []
     for count in counts:
         devices = cluster({f"pi-{i}": speed for i in range(count)}, mbit)
         plans = {"auto": auto, "one": by_name("single")}

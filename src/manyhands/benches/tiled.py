@@ -17,13 +17,13 @@ from manyhands.benches.emulated import (
     auto,
     by_name,
     cluster,
+    core_speed,
     laps,
     tell_at,
 )
 from manyhands.emulation.boards import BOARDS
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, memory_of
-from manyhands.profiling.device import core_flops_per_s
 from manyhands.tasks import MeasureJob
 
 MODEL, SHAPE = "yolov2-16", (3, 608, 608)
@@ -112,7 +112,7 @@ def run(
     memory: bool,
     tell: Tell,
 ) -> Result:
-    core = core_flops_per_s()
+    core = core_speed(tell)
     plans: dict[Row, Plan] = {}
     for count in counts:
         for batch in batches:

@@ -7,9 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from manyhands.benches.emulated import Lap, Setting, Tell, by_name, cluster, laps, untried
+from manyhands.benches.emulated import Lap, Setting, Tell, by_name, cluster, core_speed, laps, untried
 from manyhands.emulation.boards import BOARDS
-from manyhands.profiling.device import core_flops_per_s
 
 MODEL, SHAPE, BATCH = "yolov2-16", (3, 224, 224), 8
 DEVICES = {"pi-5": "raspberry-pi-5"} | dict.fromkeys(("pi-3a", "pi-3b", "pi-3c"), "raspberry-pi-3")
@@ -53,7 +52,7 @@ def run(mbit: float, dilation: float | None, rounds: int, tell: Tell) -> Result:
     plans = {"auto": untried, ALONE: by_name("single")}
     plans |= {f"equal {name}": by_name(name) for name in EQUAL}
     setting = Setting(MODEL, SHAPE, BATCH, cluster(speeds, mbit))
-    found, _ = laps(setting, core_flops_per_s(), dilation, plans, (), rounds, tell)
+    found, _ = laps(setting, core_speed(tell), dilation, plans, (), rounds, tell)
     return Result(mbit, found)
 
 

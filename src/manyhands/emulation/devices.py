@@ -12,6 +12,7 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import DELAY, Cluster, cores_here
 
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
+NO_GPU = "CUDA_VISIBLE_DEVICES="  # small devices are emulated by their processors alone
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 
 
@@ -36,7 +37,7 @@ class Emulation:
                 "KILL",
                 *self.wires.before(name),
                 *self.groups[name].before,
-                *(("env", f"{DELAY}={self.held_back_s:.6f}") if self.held_back_s else ()),
+                *("env", NO_GPU, *((f"{DELAY}={self.held_back_s:.6f}",) if self.held_back_s else ())),
             )
             for name in self.cluster.names
         }
@@ -56,6 +57,12 @@ def why_not() -> str | None:
     return network.why_not() or cgroups.why_not(kinds=("memory", "cpu")) or lacking
 
 
+def require() -> None:
+    """Raises RequestError where devices cannot be emulated."""
+    if reason := why_not():
+        raise RequestError(f"{reason}. Run it as root; `manyhands emulate --plain` has no limits.")
+
+
 def remove_leftovers() -> int:
     """What a run left behind that was killed; how many namespaces and groups there were."""
     return cgroups.remove_leftovers() + network.remove_leftovers()
@@ -70,8 +77,7 @@ def dilation_for(cluster: Cluster, core_flops_per_s: float, cores: int) -> float
 @contextmanager
 def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None = None) -> Iterator[Emulation]:
     """The devices, up; they go in the end. Without a dilation, as fast as this machine can."""
-    if reason := why_not():
-        raise RequestError(f"{reason}. Run it as root, or with --plain: local processes without limits.")
+    require()
     if cluster.links or cluster.shared_bytes_per_s is not None:
         raise RequestError("emulated devices are at one switch: leave out [[link]] and `shared`.")
     remove_leftovers()
