@@ -68,11 +68,16 @@ def data_parallel(arena: Arena) -> Step:
 
 
 def data_parallel_powersgd(arena: Arena) -> Step:
-    """Gradients as products of thin matrices, as torch's own example has them."""
+    """Gradients as products of thin matrices, as torch's own example has them, but all in one bucket.
+
+    Of several, whichever is ready first goes on first, and over gloo devices then take one for another.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(arena.build())
+    built = arena.build()
+    num_bytes = sum(parameter.nbytes for parameter in built.parameters())
+    model = DistributedDataParallel(built, bucket_cap_mb=1 + (num_bytes >> 20))
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return _plain(model, arena.share)
