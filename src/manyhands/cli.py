@@ -327,7 +327,8 @@ def emulate(
         raise typer.Exit(emulating.run_plain(cluster, context.args))
     outcomes = emulating.run(cluster, context.args, dilate, console(sys.stderr if as_json else sys.stdout))
     print(json.dumps(emulating.to_json(outcomes))) if as_json else show(outcomes_view(outcomes))
-    raise typer.Exit(next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0))
+    failed = next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
+    raise typer.Exit(failed if failed >= 0 else 128 - failed)  # by a signal: as a shell says it
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

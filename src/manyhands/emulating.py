@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from typing import IO
 import tomlkit
 
 from manyhands.emulation.devices import Emulation, emulated, require
+from manyhands.emulation.names import own_prefix
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, cores_here
 from manyhands.ir.report import Outcome
@@ -32,9 +34,10 @@ def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tel
     """The command on every device at once. Raises RunError when one needed more memory than it has."""
     read = load_cluster(cluster, None)
     require()
+    _refuse_missing(command)
     tell("", f"how fast {cores_here()} busy cores of this machine are, for about 12 s ...")
     core = core_flops_per_s()
-    with tempfile.TemporaryDirectory() as folder, emulated(read, core, dilation) as emulation:
+    with _folder() as folder, emulated(read, core, dilation) as emulation:
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(emulation.cluster))
         tell("", describe(emulation))
@@ -67,18 +70,31 @@ def describe(emulation: Emulation) -> str:
 def run_plain(cluster: Path, command: Sequence[str]) -> int:
     """The command once, for local processes as many as there are devices: nothing is emulated."""
     read = load_cluster(cluster, None)
-    with tempfile.TemporaryDirectory() as folder:
+    _refuse_missing(command)
+    with _folder() as folder:
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(read, plain=True))
         return subprocess.call(command, env=os.environ | {CLUSTER: str(path)})
 
 
+def _refuse_missing(command: Sequence[str]) -> None:
+    if shutil.which(command[0]) is None:
+        raise RequestError(f"there is no command {command[0]}.")
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For files of this run; its name tells whose it was, if nobody removes it."""
+    return tempfile.TemporaryDirectory(prefix=own_prefix())
+
+
 def cluster_text(cluster: Cluster, *, plain: bool = False) -> str:
     """A cluster file of these devices."""
-    network = {
+    network: dict[str, str | int] = {
         "bandwidth": f"{round(8 * cluster.bytes_per_s / 1e3)}kbit",
         "latency": f"{1e6 * cluster.latency_s:.1f}us",
     }
+    if cluster.port is not None:
+        network["port"] = cluster.port
     devices = []
     for device in cluster.devices:
         table: dict[str, str | float] = {"name": device.name, "gflops": device.flops_per_s / 1e9}
@@ -86,6 +102,7 @@ def cluster_text(cluster: Cluster, *, plain: bool = False) -> str:
         table["launch"] = f"{1e6 * device.launch_s:.3f}us"
         if device.address is not None and not plain:
             table["address"] = device.address
+        table["bare"] = f"{device.bare_bytes}B"
         if device.memory_bytes is not None:
             table["memory"] = f"{device.memory_bytes}B"
         devices.append(table)
@@ -128,8 +145,6 @@ def _started(
             readers.append(reader)
             reader.start()
         yield processes
-    except FileNotFoundError as error:
-        raise RequestError(f"there is no command {error.filename}.") from None
     finally:
         for process in processes.values():
             if process.poll() is None:

@@ -16,15 +16,17 @@ from manyhands import api
 from manyhands.emulation.devices import Emulation
 from manyhands.emulation.network import PLUG
 from manyhands.errors import RunError
-from manyhands.ir.cluster import Cluster, local_cluster
+from manyhands.ir.cluster import Cluster, cores_here, local_cluster
 from manyhands.ir.codec import decode, encode
 from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, Line
 from manyhands.loading import load_model
 from manyhands.measurements import Part, PlansJob
 from manyhands.measuring import Inputs, graph_of, profile_of, rehearsed_plans, wire_lines
+from manyhands.pacing import lateness_s
 from manyhands.peers import PEERS, Arena, Step
 from manyhands.planning.explaining import spent_by_kind
+from manyhands.profiling.device import busy
 from manyhands.runtime.ranks import Event, Place, launch, say
 from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
@@ -159,18 +161,20 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def foreseeable(model: str, inputs: Inputs, batch: int, emulation: Emulation) -> Cluster:
     """The emulated cluster with what a core of this machine takes for the model's layers, slowed down.
 
-    One process rehearses alone, so nothing disturbs it; what it takes to send is measured between two.
+    One process rehearses while others keep their cores as busy as a race does; what it takes to send is
+    measured between two, and how late devices are for each other among the emulated ones.
     """
     graph = graph_of(model, inputs, batch)
     plans = rehearsed_plans(graph, len(emulation.cluster.devices))
     job = PlansJob(model, inputs, plans, REHEARSED, 0, turns=1)
-    said = launch("rehearse", encode(job), local_cluster(1).names)
+    with busy(min(cores_here(), len(emulation.cluster.devices)) - 1):
+        said = launch("rehearse", encode(job), local_cluster(1).names)
     between = launch("rehearse", encode(_small_job()), local_cluster(2).names)
     profile = profile_of(said, batch, 1, False, _one_core(wire_lines(between)))
     profiles = tuple(
         replace(profile, device=name).slower(1 / emulation.cores[name]) for name in emulation.cluster.names
     )
-    return replace(emulation.cluster, profiles=profiles)
+    return replace(emulation.cluster, profiles=profiles, latency_s=lateness_s(emulation))
 
 
 def _small_job() -> PlansJob:

@@ -248,6 +248,13 @@ def race(job: dict[str, Any], place: Place) -> None:
     take_part(job, place)
 
 
+def pace(job: dict[str, float], place: Place) -> None:
+    """Rounds of work and messages, for how late devices are for each other."""
+    from manyhands.pacing import keep_pace
+
+    keep_pace(connect(place), job)
+
+
 TASKS: dict[str, Callable[[Any, Place], None]] = {"verify": verify, "demo": demo, "measure": measure}
 TASKS |= {"plain": measure_plain, "train": train, "survey": survey}
-TASKS |= {"rehearse": rehearse, "compare": compare, "race": race}
+TASKS |= {"rehearse": rehearse, "compare": compare, "race": race, "pace": pace}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,10 +66,15 @@ def start(within: tuple[str, ...], *words: str) -> subprocess.Popen[str]:
 
 
 @needs_root
-@pytest.mark.parametrize("bytes_per_s", [2.5e6, 12.5e6])
-def test_a_wire_passes_its_rate_and_no_more(bytes_per_s: float) -> None:
-    """Like iperf, over two seconds and more. Headers take 3 to 5 % of the rate, the bucket gives a little."""
-    with network.wired({"a": bytes_per_s, "b": 10 * bytes_per_s}) as wires:
+@pytest.mark.parametrize(
+    ("bytes_per_s", "out", "into"), [(2.5e6, 1, 10), (12.5e6, 1, 10), (12.5e6, 10, 1), (2.5e6, 10, 1)]
+)
+def test_a_wire_passes_its_rate_and_no_more(bytes_per_s: float, out: int, into: int) -> None:
+    """Like iperf, over two seconds and more, from one end and into the other, where that is the thinner one.
+
+    Headers take 3 to 5 % of the rate, the bucket gives a little.
+    """
+    with network.wired({"a": out * bytes_per_s, "b": into * bytes_per_s}) as wires:
         receiver = start(wires.before("b"), sys.executable, "-c", RECEIVER)
         assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
         size = str(int(2.5 * bytes_per_s))
@@ -84,6 +90,25 @@ def test_a_group_has_its_part_of_a_core_and_no_more(cores: float) -> None:
     with cgroups.limited("part", cores=cores) as group:
         output, _ = start(group.before, sys.executable, "-c", WORK).communicate()
     assert 0.75 * cores < float(output) < 1.1 * cores
+
+
+GAPS = """
+import time
+end = last = time.perf_counter()
+longest, end = 0.0, end + 2
+while last < end:
+    now = time.perf_counter()
+    longest, last = max(longest, now - last), now
+print(longest)
+"""
+
+
+@needs_root
+def test_periods_are_short() -> None:
+    """A device stands still for the rest of its period, so a long one would add its length to every message."""
+    with cgroups.limited("part", cores=0.4) as group:
+        output, _ = start(group.before, sys.executable, "-c", GAPS).communicate()
+    assert 0.001 < float(output) < 0.06  # with periods of 100 ms it stands still for 60 ms at least
 
 
 @needs_root
@@ -157,7 +182,9 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None
     _, alive = psutil.wait_procs(commands, timeout=10)
     assert not alive
     assert not all(name.startswith("link ") for name in left_over(process.pid))
+    folders = list(Path(tempfile.gettempdir()).glob(f"{FAMILY}{process.pid}-*"))
     devices.remove_leftovers()
+    assert folders and not any(folder.exists() for folder in folders)
     assert all(name.startswith("link ") for name in left_over(process.pid))
 
 
@@ -201,6 +228,15 @@ def test_without_root_it_says_what_it_needs_and_what_there_is_instead(
         emulating.run(cluster_file(tmp_path), ["true"], None, lambda *_: pytest.fail("it began"))
 
 
+@pytest.mark.parametrize("options", [(), ("--plain",)])
+def test_a_command_that_is_not_there_is_told_at_once(tmp_path: Path, options: tuple[str, ...]) -> None:
+    if devices.why_not() and not options:
+        pytest.skip(str(devices.why_not()))
+    process = emulate(cluster_file(tmp_path), "no-such-command", options=options)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "there is no command no-such-command." in errors
+
+
 def test_plain_processes_are_labelled_as_such(tmp_path: Path) -> None:
     show = "import os; print(open(os.environ['MANYHANDS_CLUSTER']).read(), 'MANYHANDS_AS' in os.environ)"
     process = emulate(cluster_file(tmp_path), sys.executable, "-c", show, options=("--plain",))
@@ -214,6 +250,7 @@ def test_plain_processes_are_labelled_as_such(tmp_path: Path) -> None:
     ("cluster", "dilation", "words"),
     [
         (PAIR, 50.0, "fast enough for 4.5 at most"),
+        (replace(PAIR, bytes_per_s=1e9), 4.0, "fast enough for 3 at most"),
         (PAIR, 0.1, "2.0% of a core.*--dilate 0.25"),
         (replace(PAIR, shared_bytes_per_s=1e6), None, "leave out"),
     ],
@@ -226,6 +263,8 @@ def test_what_cannot_be_emulated_is_refused(cluster: Cluster, dilation: float | 
 def test_an_emulated_cluster_reads_back_from_its_file(tmp_path: Path) -> None:
     read = load_cluster(cluster_file(tmp_path), None)
     assert read.devices[0].flops_per_s == pytest.approx(3.62e9) and read.devices[0].memory_bytes == 2 * 10**9
+    bare = tuple(replace(device, bare_bytes=123_000_000) for device in read.devices)
+    read = replace(read, devices=bare, port=23456)
     (tmp_path / "again.toml").write_text(emulating.cluster_text(read))
     assert load_cluster(tmp_path / "again.toml", None) == read
     (tmp_path / "wrong.toml").write_text('[[device]]\nname = "x"\nboard = "raspberry-pi-33"\n')

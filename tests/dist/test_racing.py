@@ -23,6 +23,7 @@ from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
 from manyhands.measuring import graph_of
+from manyhands.pacing import lateness_s
 from manyhands.peers import CHANNELS_LAST, DISTCONV, PEERS, _even_cuts
 from manyhands.reporting.plots import plot_bars
 
@@ -51,6 +52,15 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
         assert lap.seconds > 0 and (lap.foreseen_s is None) == (lap.name in PEERS)
     rows = found[1]
     assert rows.foreseen_s is not None and 0.2 < rows.foreseen_s / rows.seconds < 5 and "rows:2" in rows.layouts
+
+
+@needs_root
+def test_devices_with_a_part_of_a_core_are_late_for_each_other() -> None:
+    """More than the wire itself takes, less than a few periods; one alone waits for nobody."""
+    with devices.emulated(cluster({"a": 0.4 * CORE, "b": 0.2 * CORE}, 200), CORE, 1.0) as emulation:
+        assert 1e-4 < lateness_s(emulation) < 2e-2
+    with devices.emulated(cluster({"a": 0.4 * CORE}, 200), CORE, 1.0) as emulation:
+        assert lateness_s(emulation) == 0.0
 
 
 def test_peers_that_cut_the_batch_are_not_exact_where_there_are_norms() -> None:
@@ -175,6 +185,7 @@ def test_the_plan_that_is_chosen_takes_part_in_the_trial() -> None:
     tried = auto(graph, devices)
     assert tried[0] == api.plan(graph, devices, loss=emulated.LOSS) == emulated.untried(graph, devices)[0]
     assert 1 <= len(tried) == len(set(tried)) <= emulated.TRIED
+    assert any(len(plan.devices) == 1 for plan in tried)  # whatever it promises
 
 
 def test_a_pipeline_is_cut_where_the_work_is_even() -> None:
@@ -230,9 +241,12 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
         run("resnet81")
 
 
-def unequal_result(auto_s: float, alone_s: float, equal_s: float, layouts: str) -> unequal.Result:
+def unequal_result(
+    auto_s: float, alone_s: float, equal_s: float, layouts: str, all_s: float = 2.0
+) -> unequal.Result:
     named = (Lap("auto", auto_s, None, layouts), Lap(unequal.ALONE, alone_s, None, "whole"))
-    return unequal.Result(100.0, (*named, Lap("equal batch", equal_s, None, "batch:4")))
+    others = Lap("equal batch", equal_s, None, "batch:4"), Lap(unequal.ALL, all_s, None, "batch:4")
+    return unequal.Result(100.0, (*named, *others))
 
 
 def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() -> None:
@@ -241,6 +255,7 @@ def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() ->
     assert not unequal_result(1.3, 1.2, 4.0, "batch:4").within
     assert unequal_result(1.2, 1.2, 1.5, "whole").within
     assert not unequal_result(1.2, 1.2, 1.1, "whole").within
+    assert not unequal_result(1.2, 1.2, 1.5, "whole", all_s=1.1).within
 
 
 def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row:
@@ -262,7 +277,14 @@ def test_each_limit_of_the_tiled_setting_can_fail_it(
     rows: tuple[tiled.Row, ...], less: float, within: bool
 ) -> None:
     memory = (tiled.Memory(6, 8, "rows", int(1000 * less), 1000),)
-    assert tiled.Result(rows, memory).within == within
+    result = tiled.Result(rows, memory)
+    assert result.within == within == (not any("NOT REACHED" in str(each) for each in result.verdicts))
+
+
+def test_what_was_not_measured_is_said_so() -> None:
+    result = tiled.Result((tiled_row(6, 1.3, 25.0), tiled_row(2, 1.0)), ())
+    assert [verdict.reached for verdict in result.verdicts] == [None, True, None, None]
+    assert sum("NOT MEASURED" in str(verdict) for verdict in result.verdicts) == 3
 
 
 def test_bars_are_drawn(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, promising
+from manyhands.planning.deciding import Option
 from manyhands.profiling.device import core_flops_per_s
 from manyhands.racing import RaceJob, foreseeable, race
 
@@ -73,15 +74,31 @@ def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
 
 
 def auto(graph: Graph, cluster: Cluster, wire: str | None = None) -> Sequence[Plan]:
-    """The plan that is chosen, and others that promise about as much: a trial decides among them."""
+    """The plan that is chosen, others that promise about as much, and one device: a trial decides among them.
+
+    Forecasts of many small messages may be far too short, so one device takes part whatever it promises.
+    """
     decision = api.choose(graph, cluster, wire=wire, loss=LOSS)
     chosen = api.fitting(decision, cluster).plan
-    return tuple(dict.fromkeys((chosen, *promising(decision))))[:TRIED]
+    found = tuple(dict.fromkeys((chosen, *promising(decision))))
+    alone = [
+        option.plan
+        for option in decision.others
+        if isinstance(option, Option) and option.fits and not option.plan.devices[1:]
+    ]
+    first = found[: TRIED - 1]
+    lacking = all(plan.devices[1:] for plan in first)
+    return (*first, *alone[:1]) if lacking else found[:TRIED]
 
 
 def untried(graph: Graph, cluster: Cluster) -> Sequence[Plan]:
     """The plan that is chosen by its forecast alone."""
     return [api.plan(graph, cluster, loss=LOSS)]
+
+
+def with_all(graph: Graph, cluster: Cluster) -> Sequence[Plan]:
+    """The plan that is chosen by its forecast if all devices have to take part."""
+    return [api.plan(graph, cluster, required=cluster.names, loss=LOSS)]
 
 
 def by_name(strategy: str, fuse: tuple[str, ...] | None = None) -> Choose:

@@ -111,7 +111,9 @@ def run(
         cells.append(cell)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(encode(cell)))
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(encode(cell)))
+            part.replace(file)
     return tuple(cells)
 
 

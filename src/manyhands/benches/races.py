@@ -13,11 +13,12 @@ from manyhands.consoles import Json, busy, show
 from manyhands.errors import RequestError
 
 Dilate = Annotated[
-    float | None, typer.Option("--dilate", help="Devices and links so much faster; else as fast as can be.")
+    float | None,
+    typer.Option("--dilate", min=0.001, help="Devices and links so much faster; else as fast as can be."),
 ]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Steps of each contestant, in turns.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Also draw it into this file (PNG or SVG).")]
-Rate = Annotated[float, typer.Option("--rate", help="Mbit/s of every device.")]
+Rate = Annotated[float, typer.Option("--rate", min=0.001, help="Mbit/s of every device.")]
 
 
 def add_to(bench: typer.Typer) -> None:
@@ -27,9 +28,18 @@ def add_to(bench: typer.Typer) -> None:
 
 def _numbers(text: str, option: str) -> tuple[float, ...]:
     try:
-        return tuple(float(word) for word in text.split(",") if word.strip())
+        found = tuple(float(word) for word in text.split(",") if word.strip())
     except ValueError:
         raise RequestError(f"{option} {text}: numbers, by commas.") from None
+    if not all(number > 0 for number in found):
+        raise RequestError(f"{option} {text}: numbers above 0, by commas.")
+    return found
+
+
+def _some(text: str, option: str) -> tuple[float, ...]:
+    if found := _numbers(text, option):
+        return found
+    raise RequestError(f"{option} needs at least one number.")
 
 
 def _end(result: Any, module: Any, plot: Path | None, title: str, unit: str, as_json: bool) -> None:
@@ -59,11 +69,11 @@ def tiled(
     from manyhands.benches import tiled as module
 
     counts, sizes = (
-        tuple(map(int, _numbers(t, o))) for t, o in ((devices, "--devices"), (batches, "--batches"))
+        tuple(map(int, _some(t, o))) for t, o in ((devices, "--devices"), (batches, "--batches"))
     )
     status, tell = _status(as_json)
     with status:
-        result = module.run(counts, sizes, _numbers(rates, "--rates"), dilate, rounds, memory, tell)
+        result = module.run(counts, sizes, _some(rates, "--rates"), dilate, rounds, memory, tell)
     _end(result, module, plot, "Speed over one core of a Raspberry Pi 3", "times as fast", as_json)
     raise typer.Exit(0 if result.within else 1)
 
@@ -122,5 +132,5 @@ def scaling(
 
     status, tell = _status(as_json)
     with status:
-        rows = module.run(tuple(map(int, _numbers(devices, "--devices"))), batch, rate, dilate, rounds, tell)
+        rows = module.run(tuple(map(int, _some(devices, "--devices"))), batch, rate, dilate, rounds, tell)
     _end(rows, module, plot, "Efficiency by the number of devices", "of ideal", as_json)

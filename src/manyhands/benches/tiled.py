@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,25 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is required, and what was seen of it, if it was measured."""
+
+    what: str
+    required: float
+    seen: float | None
+
+    @property
+    def reached(self) -> bool | None:
+        return None if self.seen is None else self.seen >= self.required
+
+    def __str__(self) -> str:
+        if self.seen is None:
+            return f"{self.what}: {self.required:g} required, NOT MEASURED"
+        said = "reached" if self.reached else "NOT REACHED"
+        return f"{self.what}: {self.seen:.3g}, {self.required:g} required: {said}"
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     rows: tuple[Row, ...]
     memory: tuple[Memory, ...]
@@ -86,14 +105,23 @@ class Result:
         return max(found, key=lambda row: row.over_one_core, default=None)
 
     @property
-    def within(self) -> bool:
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Of everything that is required."""
+        found = []
         for devices, times in OVER_ONE_CORE.items():
             row = self.best(devices)
-            if row is not None and row.over_one_core < times:
-                return False
+            what = f"{devices} devices at 100 Mbit/s: times as fast as one core"
+            found.append(Verdict(what, times, None if row is None else row.over_one_core))
         six = self.best(6)
-        enough = six is None or six.of_ideal >= OF_IDEAL
-        return enough and all(m.less >= LESS_MEMORY for m in self.memory if m.devices == 6)
+        found.append(Verdict("6 devices: of the ideal", OF_IDEAL, None if six is None else six.of_ideal))
+        less = [m.less for m in self.memory if m.devices == 6]
+        found.append(Verdict("6 devices: times less memory", LESS_MEMORY, min(less, default=None)))
+        return tuple(found)
+
+    @property
+    def within(self) -> bool:
+        """Is nothing that was measured below what is required?"""
+        return all(verdict.reached is not False for verdict in self.verdicts)
 
 
 WAYS: dict[str, Choose] = {
@@ -120,9 +148,10 @@ def run(
                 telling = partial(tell_at, tell, f"{count} devices, batch {batch}, {mbit:g} Mbit/s")
                 row, plan = _row(count, batch, mbit, core, dilation, rounds, telling)
                 plans[row] = plan
-    best = [max((r for r in plans if r.devices == n), key=lambda r: r.over_one_core) for n in counts]
+    result = Result(tuple(plans), ())
+    best = [row for row in map(result.best, counts) if row is not None]
     found = [_memory(row, plans[row], tell) for row in best] if memory else []
-    return Result(tuple(plans), tuple(found))
+    return replace(result, memory=tuple(found))
 
 
 def _row(
@@ -157,7 +186,8 @@ def _memory(row: Row, plan: Plan, tell: Tell) -> Memory:
 def to_json(result: Result) -> dict[str, Any]:
     rows = [asdict(r) | {"over_one_core": r.over_one_core, "of_ideal": r.of_ideal} for r in result.rows]
     memory = [asdict(m) | {"less": m.less} for m in result.memory]
-    return {"rows": rows, "memory": memory, "within": result.within}
+    verdicts = [asdict(v) | {"reached": v.reached} for v in result.verdicts]
+    return {"rows": rows, "memory": memory, "verdicts": verdicts, "within": result.within}
 
 
 def bars(result: Result) -> dict[str, dict[str, float]]:
@@ -193,5 +223,5 @@ def table(result: Result) -> Table:
     if result.memory:
         parts = [f"{m.devices}, batch {m.batch}: {m.less:.2f} times less" for m in result.memory]
         told.append(f"growth of the fullest of so many processes in a step, by auto: {', '.join(parts)}")
-    table.caption = "\n".join(told)
+    table.caption = "\n".join((*told, *map(str, result.verdicts)))
     return table

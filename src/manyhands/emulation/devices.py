@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from manyhands.emulation import cgroups, network
+from manyhands.emulation.names import FAMILY, is_leftover
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import DELAY, Cluster, cores_here
 
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
 NO_GPU = "CUDA_VISIBLE_DEVICES="  # small devices are emulated by their processors alone
+MOST_BYTES_PER_S = 3e9  # over a wire: about what a core carries, and less than tbf can count
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 
 
@@ -65,13 +69,19 @@ def require() -> None:
 
 def remove_leftovers() -> int:
     """What a run left behind that was killed; how many namespaces and groups there were."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FAMILY}*"):
+        if is_leftover(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
     return cgroups.remove_leftovers() + network.remove_leftovers()
 
 
 def dilation_for(cluster: Cluster, core_flops_per_s: float, cores: int) -> float:
-    """The largest that this machine can emulate: a device has a core at most, all of them what there are."""
+    """The largest that this machine can emulate: a device has a core at most, all of them what there are, and
+    no wire is faster than one can be.
+    """
     speeds = [device.flops_per_s for device in cluster.devices]
-    return core_flops_per_s * min(SPARE / max(speeds), SPARE * cores / sum(speeds))
+    computing = core_flops_per_s * min(SPARE / max(speeds), SPARE * cores / sum(speeds))
+    return min(computing, MOST_BYTES_PER_S / cluster.bytes_per_s)
 
 
 @contextmanager

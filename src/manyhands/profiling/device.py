@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from threading import Event
 
 import torch
 from torch.nn.functional import conv2d
@@ -101,6 +103,29 @@ def core_flops_per_s() -> float:
     finally:
         torch.set_num_threads(threads)
     return found[-1]
+
+
+@contextmanager
+def busy(num_cores: int) -> Iterator[None]:
+    """So many cores of this machine compute meanwhile."""
+    threads, end = torch.get_num_threads(), Event()
+
+    def compute() -> None:
+        torch.set_num_threads(1)
+        _, work = _convolution()
+        while not end.is_set():
+            work()
+
+    try:
+        with ThreadPoolExecutor(max(num_cores, 1)) as pool:
+            for _ in range(num_cores):
+                pool.submit(compute)
+            try:
+                yield
+            finally:
+                end.set()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _one_core(seconds: float) -> Rounds:
