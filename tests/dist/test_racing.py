@@ -57,7 +57,7 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
 @needs_root
 def test_devices_with_a_part_of_a_core_are_late_for_each_other() -> None:
     """More than the wire itself takes, less than a few periods; one alone waits for nobody."""
-    with devices.emulated(cluster({"a": 0.4 * CORE, "b": 0.2 * CORE}, 200), CORE, 1.0) as emulation:
+    with devices.emulated(cluster({"a": 0.4 * CORE, "b": 0.4 * CORE}, 200), CORE, 1.0) as emulation:
         assert 1e-4 < lateness_s(emulation) < 2e-2
     with devices.emulated(cluster({"a": 0.4 * CORE}, 200), CORE, 1.0) as emulation:
         assert lateness_s(emulation) == 0.0
