@@ -23,7 +23,6 @@ PLUG = "eth0"  # the network device of every emulated device
 BUCKET_S = 0.005  # of a rate that may pass at once: timers come late by as much
 LEAST_BUCKET = 64_000  # bytes: the kernel hands over packets of up to 64 kB
 TRIES = 20  # to make a namespace
-FRAMES_S, LEAST_FRAMES, MOST_FRAMES = 0.0003, 3_028, 65_536  # packets that the kernel hands over as one
 QUEUE_S = 0.4  # after which a packet that waits for its turn is dropped
 
 
@@ -83,7 +82,6 @@ class Network:
                 switch.link("add", ifname=port, kind="veth", peer=plug)
                 (index,) = switch.link_lookup(ifname=port)
                 switch.link("set", index=index, master=bridge, state="up")
-                _split(switch, index, bytes_per_s[device])
                 _shape(switch, index, bytes_per_s[device])
                 with IPRoute(netns=inside) as own:
                     (lo,) = own.link_lookup(ifname="lo")
@@ -91,7 +89,6 @@ class Network:
                     (eth,) = own.link_lookup(ifname=PLUG)
                     own.addr("add", index=eth, address=address(number), prefixlen=16)
                     own.link("set", index=eth, state="up")
-                    _split(own, eth, bytes_per_s[device])
                     _shape(own, eth, bytes_per_s[device])
                     if latency_s:
                         self.delayed = _delay(own, eth, latency_s)
@@ -119,12 +116,6 @@ def _usual_end() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _split(route: Any, index: int, bytes_per_s: float) -> None:
-    """A real wire carries frame by frame, so who sends little need not wait for 64 kB of somebody else's."""
-    most = int(min(max(FRAMES_S * bytes_per_s, LEAST_FRAMES), MOST_FRAMES))
-    route.link("set", index=index, gso_max_size=most, gro_max_size=most)
 
 
 def _shape(route: Any, index: int, bytes_per_s: float) -> None:
