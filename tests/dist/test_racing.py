@@ -15,7 +15,7 @@ from torch import nn
 
 from manyhands import api, racing
 from manyhands.benches import emulated, peers, tiled, unequal
-from manyhands.benches.emulated import Lap, Setting, among, auto, by_name, cluster, laps
+from manyhands.benches.emulated import Conditions, Lap, Setting, among, auto, by_name, cluster, laps
 from manyhands.emulation import devices
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster
@@ -30,6 +30,7 @@ from manyhands.reporting.plots import plot_bars
 needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
 ALONE = [peers.ONE, CHANNELS_LAST]
 CORE = 50e9  # said, not measured: only relations count
+CONDITIONS = Conditions(2.0, CORE)
 
 
 @needs_root
@@ -43,13 +44,15 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
 
     plans = {"auto": auto, "rows": by_name("rows"), "either": either, "nonsense": by_name("rows:3")}
     torchs = tuple(name for name in PEERS if name != DISTCONV)
-    found, chosen = laps(setting, CORE, 1.0, plans, torchs, 2, told.append)
+    found, chosen, conditions = laps(setting, CORE, 1.0, plans, torchs, 2, told.append)
+    assert conditions == Conditions(1.0, CORE)
     assert [lap.name for lap in found] == ["auto", "rows", "either", *torchs]
     assert list(chosen) == ["auto", "rows", "either"]
     assert any("a trial of the 2 most promising plans" in text for text in told)
     assert any("nonsense" in text for text in told)
     for lap in found:
         assert lap.seconds > 0 and (lap.foreseen_s is None) == (lap.name in PEERS)
+        assert len(lap.each_s) == 2 and min(lap.each_s) <= lap.seconds <= max(lap.each_s)
     rows = found[1]
     assert rows.foreseen_s is not None and 0.2 < rows.foreseen_s / rows.seconds < 5 and "rows:2" in rows.layouts
 
@@ -57,7 +60,7 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
 @needs_root
 def test_devices_with_a_part_of_a_core_are_late_for_each_other() -> None:
     """More than the wire itself takes, less than a few periods; one alone waits for nobody."""
-    with devices.emulated(cluster({"a": 0.4 * CORE, "b": 0.4 * CORE}, 200), CORE, 1.0) as emulation:
+    with devices.emulated(cluster(dict.fromkeys("abcd", 0.4 * CORE), 200), CORE, 1.0) as emulation:
         assert 1e-4 < lateness_s(emulation) < 2e-2
     with devices.emulated(cluster({"a": 0.4 * CORE}, 200), CORE, 1.0) as emulation:
         assert lateness_s(emulation) == 0.0
@@ -195,9 +198,9 @@ def test_a_pipeline_is_cut_where_the_work_is_even() -> None:
 
 
 def cell(model: str, **seconds: float) -> peers.Cell:
-    names = {"auto": "auto", "one": peers.ONE, "ddp": peers.DDP}
+    names = {"auto": "auto", "one": peers.ONE, "ddp": peers.DDP, "last": CHANNELS_LAST}
     found = tuple(Lap(names[key], value) for key, value in seconds.items())
-    return peers.Cell(model, 100.0, found, (peers.ONE,))
+    return peers.Cell(model, 100.0, found, peers.ALWAYS)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +212,31 @@ def cell(model: str, **seconds: float) -> peers.Cell:
         (cell("resnet18", auto=1.0, one=1.6, ddp=2.9), False),
         (cell("resnet18", auto=1.0, one=1.4, ddp=3.1), False),
         (cell("vgg16-bn", auto=1.0, one=2.1, ddp=3.9), False),
-        (cell("vgg16-bn", auto=1.0, one=2.1), False),  # a peer that did not run is not beaten
-    ],
+        ],
 )
-def test_each_limit_of_the_race_against_peers_can_fail_it(judged: peers.Cell, within: bool) -> None:
-    assert judged.within == within
+def test_each_limit_of_the_race_against_peers_can_fail_it(judged: peers.Cell, within: bool | None) -> None:
+    assert judged.within is within
+
+
+def test_a_peer_that_was_not_raced_is_not_beaten() -> None:
+    verdicts = cell("vgg16-bn", auto=1.0, one=2.1).verdicts
+    assert [verdict.reached for verdict in verdicts] == [True, None, True]
+    assert "as DistributedDataParallel: 4 required, NOT MEASURED" in str(verdicts[1])
+
+
+def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    raced: list[tuple[str, ...]] = []
+
+    def race(*words: object) -> peers.Cell:
+        raced.append(words[4])  # type: ignore[arg-type]
+        return cell("unet", auto=1.0, one=1.0)
+
+    monkeypatch.setattr(peers, "_cell", race)
+    monkeypatch.setattr(peers, "core_speed", lambda _: CORE)
+    for rivals in ((peers.DDP,), (peers.ONE,), ()):
+        peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None)
+    every = tuple(name for name in PEERS if name != DISTCONV)
+    assert raced == [(*peers.ALWAYS, peers.DDP), peers.ALWAYS, every]
 
 
 def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +260,8 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
     with console.capture() as captured:
         console.print(peers.table(first))
     assert "9.00 (9.00x, not exact)" in captured.get()
+    (times,) = peers.bars(first).values()
+    assert times == {peers.ONE: 3.0, f"{peers.DDP} (not exact)": 9.0}
     with pytest.raises(RequestError, match="resnet81 is not one of"):
         run("resnet81")
 
@@ -245,8 +270,9 @@ def unequal_result(
     auto_s: float, alone_s: float, equal_s: float, layouts: str, all_s: float = 2.0
 ) -> unequal.Result:
     named = (Lap("auto", auto_s, None, layouts), Lap(unequal.ALONE, alone_s, None, "whole"))
+    chosen = (unequal.FAST,) if layouts == "whole" else tuple(unequal.DEVICES)
     others = Lap("equal batch", equal_s, None, "batch:4"), Lap(unequal.ALL, all_s, None, "batch:4")
-    return unequal.Result(100.0, (*named, *others))
+    return unequal.Result(100.0, (*named, *others), chosen, CONDITIONS)
 
 
 def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() -> None:
@@ -259,7 +285,8 @@ def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() ->
 
 
 def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row:
-    return tiled.Row(num_devices, 8, mbit, 24.0, 6.0, (("auto", auto_s),), "rows")
+    alone = Lap("one-core", 24.0), Lap("pi-0", 6.0)
+    return tiled.Row(num_devices, 8, mbit, *alone, (Lap("auto", auto_s, each_s=(auto_s,)),), CONDITIONS)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +303,7 @@ def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row
 def test_each_limit_of_the_tiled_setting_can_fail_it(
     rows: tuple[tiled.Row, ...], less: float, within: bool
 ) -> None:
-    memory = (tiled.Memory(6, 8, "rows", int(1000 * less), 1000),)
+    memory = (tiled.Memory(6, 8, 100.0, "rows", int(1000 * less), 1000),)
     result = tiled.Result(rows, memory)
     assert result.within == within == (not any("NOT REACHED" in str(each) for each in result.verdicts))
 
@@ -285,6 +312,7 @@ def test_what_was_not_measured_is_said_so() -> None:
     result = tiled.Result((tiled_row(6, 1.3, 25.0), tiled_row(2, 1.0)), ())
     assert [verdict.reached for verdict in result.verdicts] == [None, True, None, None]
     assert sum("NOT MEASURED" in str(verdict) for verdict in result.verdicts) == 3
+    assert tiled.Result((tiled_row(6, 1.3, 25.0),), ()).within is None  # neither good nor bad
 
 
 def test_bars_are_drawn(tmp_path: Path) -> None:

@@ -37,10 +37,48 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Conditions:
+    """Of a race: how many times as fast as asked for all was, and operations a second of a core here."""
+
+    dilation: float
+    core_flops_per_s: float
+
+    def __str__(self) -> str:
+        core = f"cores of {self.core_flops_per_s / 1e9:.0f} GFLOP/s"
+        return f"measured {self.dilation:.3g} times as fast as asked for, on {core}, without limits of memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is required, and what was seen of it, if it was measured."""
+
+    what: str
+    required: float
+    seen: float | None
+
+    @property
+    def reached(self) -> bool | None:
+        return None if self.seen is None else self.seen >= self.required
+
+    def __str__(self) -> str:
+        if self.seen is None:
+            return f"{self.what}: {self.required:g} required, NOT MEASURED"
+        said = "reached" if self.reached else "NOT REACHED"
+        return f"{self.what}: {self.seen:.3g}, {self.required:g} required: {said}"
+
+
+def all_reached(verdicts: Sequence[Verdict]) -> bool | None:
+    """None where nothing that is required was measured."""
+    known = [verdict.reached for verdict in verdicts if verdict.reached is not None]
+    return all(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
 class Lap:
     """One contestant: seconds of a step as measured (of devices as fast as asked for), and as foreseen.
 
-    `spent_s`: of a plan, what its devices did in a step on average, by their own clocks.
+    `spent_s`: of a plan, what its devices did in a step on average, by their own clocks. `each_s`: all that
+    was measured, of which `seconds` is the median.
     """
 
     name: str
@@ -49,6 +87,12 @@ class Lap:
     layouts: str = ""
     tried: int = 1  # plans that took part in a trial
     spent_s: tuple[tuple[str, float], ...] = ()
+    each_s: tuple[float, ...] = ()
+
+    @property
+    def spread(self) -> str:
+        """Between which times its steps were."""
+        return f"{min(self.each_s):.2f}-{max(self.each_s):.2f} s" if self.each_s else ""
 
     @property
     def plan(self) -> str:
@@ -129,8 +173,8 @@ def laps(
     rounds: int,
     tell: Tell,
     sources: tuple[str, ...] = (),
-) -> tuple[tuple[Lap, ...], dict[str, Plan]]:
-    """Every contestant's usual step, all in turns, and the plans by name.
+) -> tuple[tuple[Lap, ...], dict[str, Plan], Conditions]:
+    """Every contestant's usual step, all in turns, the plans by name, and how it was measured.
 
     Plans that cannot be made are left out and told. `sources`: folders with packages that peers need.
     """
@@ -149,8 +193,7 @@ def laps(
         chosen = {name: _fastest(some, job, emulation, tell) for name, some in found.items()}
         tell("the race")
         took = race(emulation, replace(job, plans=tuple(chosen.items())))
-        factor = emulation.dilation
-    result = []
+    factor, result = emulation.dilation, []
     for name, raced in took.items():
         foreseen, layouts = None, ""
         if name in chosen:
@@ -158,8 +201,9 @@ def laps(
             layouts = ", ".join(dict.fromkeys(str(s.layout) for s in chosen[name].segments))
         spent = tuple((kind, factor * seconds) for kind, seconds in raced.spent_s.items())
         tried = len(found.get(name, [0]))
-        result.append(Lap(name, factor * median(raced.seconds), foreseen, layouts, tried, spent))
-    return tuple(result), chosen
+        each = tuple(factor * seconds for seconds in raced.seconds)
+        result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each))
+    return tuple(result), chosen, Conditions(factor, core)
 
 
 def _fastest(plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell) -> Plan:

@@ -13,9 +13,12 @@ from rich.table import Table
 
 from manyhands.benches.emulated import (
     Choose,
+    Conditions,
     Lap,
     Setting,
     Tell,
+    Verdict,
+    all_reached,
     auto,
     cluster,
     core_speed,
@@ -25,7 +28,7 @@ from manyhands.benches.emulated import (
 from manyhands.errors import RequestError
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
-from manyhands.peers import DISTCONV, PEERS
+from manyhands.peers import CHANNELS_LAST, DISTCONV, PEERS
 
 DEVICES = 4
 GFLOPS = 25.0  # of each: so one alone takes 3.5 s for a step of ResNet-18 and 30 s for one of VGG16-BN
@@ -41,6 +44,7 @@ QUICK = (("resnet18", 100.0), ("vgg16-bn", 100.0))
 NOISE = 0.97  # of the fastest exact peer's speed
 DDP = "DistributedDataParallel"
 ONE = "one device"
+ALWAYS = (ONE, CHANNELS_LAST)  # exact with any model, so nothing is said without them
 REQUIRED = {("vgg16-bn", 100.0): {DDP: 4.0, ONE: 2.0}, ("resnet18", 100.0): {DDP: 3.0, ONE: 1.5}}
 
 
@@ -53,6 +57,7 @@ class Cell:
     laps: tuple[Lap, ...]
     exact: tuple[str, ...]
     absent: tuple[str, ...] = ()  # peers that cannot share this model among so many
+    conditions: Conditions | None = None
 
     def seconds(self, name: str) -> float | None:
         return next((lap.seconds for lap in self.laps if lap.name == name), None)
@@ -63,11 +68,17 @@ class Cell:
         return None if ours is None or theirs is None else theirs / ours
 
     @property
-    def within(self) -> bool:
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Of everything that is required here."""
         exact = [times for name in self.exact if (times := self.faster(name)) is not None]
+        fastest = Verdict("times as fast as the fastest exact peer", NOISE, min(exact, default=None))
         required = REQUIRED.get((self.model, self.mbit), {})
-        reached = all((self.faster(name) or 0) >= times for name, times in required.items())
-        return bool(exact) and min(exact) >= NOISE and reached
+        return fastest, *(Verdict(f"times as fast as {n}", t, self.faster(n)) for n, t in required.items())
+
+    @property
+    def within(self) -> bool | None:
+        """Is nothing that was measured below what is required?"""
+        return all_reached(self.verdicts)
 
 
 def run(
@@ -93,8 +104,13 @@ def run(
         raise RequestError(f"{unknown[0]} is not one of {others}, nor a folder with DistConv's source.")
     if DISTCONV in peers and not sources:
         raise RequestError(f"{DISTCONV}: name the folder of its source instead.")
-    peers = peers or tuple(name for name in PEERS if name != DISTCONV)
+    wished = peers or tuple(name for name in PEERS if name != DISTCONV)
+    peers = tuple(dict.fromkeys((*ALWAYS, *wished)))
     wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
+    if wire not in (None, "bfloat16"):
+        raise RequestError(f"wire = {wire!r}: there is only bfloat16.")
+    if keep is not None:
+        _make_folder(keep)
     core, cells = core_speed(tell), []
     for model, mbit in wanted:
         rivals = "-".join((*peers, wire or ""))
@@ -110,11 +126,18 @@ def run(
         cell = _cell(model, mbit, core, ours, peers, paths, dilation, rounds, tell)
         cells.append(cell)
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(".part")
             part.write_text(json.dumps(encode(cell)))
             part.replace(file)
     return tuple(cells)
+
+
+def _make_folder(folder: Path) -> None:
+    """Before anything is timed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--keep {folder}: {error.strerror}.") from None
 
 
 def _cell(
@@ -135,13 +158,19 @@ def _cell(
     with torch.device("meta"):
         built, images = load_model(model), torch.empty((batch, *shape))
     possible = tuple(name for name in peers if PEERS[name].possible(built, images, DEVICES))
-    found, _ = laps(setting, core, dilation, ours, possible, rounds, told, sources)
+    found, _, conditions = laps(setting, core, dilation, ours, possible, rounds, told, sources)
     exact = tuple(name for name in possible if PEERS[name].exact(built))
-    return Cell(model, mbit, found, exact, tuple(name for name in peers if name not in possible))
+    absent = tuple(name for name in peers if name not in possible)
+    return Cell(model, mbit, found, exact, absent, conditions)
 
 
 def to_json(cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
-    return [asdict(cell) | {"faster": _all_faster(cell), "within": cell.within} for cell in cells]
+    return [
+        asdict(cell)
+        | {"faster": _all_faster(cell), "within": cell.within}
+        | {"verdicts": [asdict(verdict) | {"reached": verdict.reached} for verdict in cell.verdicts]}
+        for cell in cells
+    ]
 
 
 def _all_faster(cell: Cell) -> dict[str, float | None]:
@@ -152,10 +181,19 @@ def bars(cells: tuple[Cell, ...]) -> dict[str, dict[str, float]]:
     """For a plot: how many times as fast `auto` is."""
     return {
         f"{cell.model}\n{cell.mbit:g} Mbit/s": {
-            n: t for n, t in _all_faster(cell).items() if t and n != "auto"
+            name if name in cell.exact else f"{name} (not exact)": times
+            for name, times in _all_faster(cell).items()
+            if times and name != "auto"
         }
         for cell in cells
     }
+
+
+def _label(cell: Cell, lap: Lap) -> str:
+    times = cell.faster(lap.name)
+    if lap.name == "auto" or times is None:
+        return ""
+    return f" ({times:.2f}x{'' if lap.name in cell.exact else ', not exact'})"
 
 
 def table(cells: tuple[Cell, ...]) -> Table:
@@ -163,25 +201,20 @@ def table(cells: tuple[Cell, ...]) -> Table:
     table = Table(title="Seconds of a step on four emulated devices; auto is so many times as fast")
     for heading in ("model", "Mbit/s", *names, "plan of auto", "verdict"):
         table.add_column(heading)
+    said = {True: "reached", False: "NOT REACHED", None: "NOT MEASURED"}
     for cell in cells:
-        texts = []
-        for name in names:
-            seconds, times = cell.seconds(name), cell.faster(name)
-            label = "" if name == "auto" or name in cell.exact else ", not exact"
-            more = f" ({times:.2f}x{label})" if times is not None and name != "auto" else ""
-            texts.append("" if seconds is None else f"{seconds:.2f}{more}")
+        raced = {lap.name: f"{lap.seconds:.2f}{_label(cell, lap)}" for lap in cell.laps}
         plan = next((lap.plan for lap in cell.laps if lap.name == "auto"), "")
-        table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, "reached" if cell.within else "not reached")
-    told = [
-        f"{cell.model} at {cell.mbit:g} Mbit/s, a device of {lap.name} on average: {lap.spent}"
-        for cell in cells
-        for lap in cell.laps
-        if lap.spent
-    ]
-    told += dict.fromkeys(
-        f"{cell.model} cannot be shared among {DEVICES} by {', '.join(cell.absent)}"
-        for cell in cells
-        if cell.absent
-    )
+        texts = [raced.get(name, "") for name in names]
+        table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, said[cell.within])
+    told: list[str] = []
+    for cell in cells:
+        where = f"{cell.model} at {cell.mbit:g} Mbit/s"
+        told.append(f"{where}: {'; '.join(map(str, cell.verdicts))}")
+        told.append(f"{where}: {', '.join(f'{lap.name} {lap.spread}' for lap in cell.laps if lap.each_s)}")
+        told += [f"{where}, a device of {lap.name}: {lap.spent}" for lap in cell.laps if lap.spent]
+        if cell.absent:
+            told.append(f"{where}: cannot be shared among {DEVICES} by {', '.join(cell.absent)}")
+    told += dict.fromkeys(str(cell.conditions) for cell in cells if cell.conditions)
     table.caption = "\n".join(told)
     return table

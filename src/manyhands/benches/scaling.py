@@ -9,7 +9,18 @@ from typing import Any
 from rich.table import Table
 
 from manyhands import api
-from manyhands.benches.emulated import Setting, Tell, auto, by_name, cluster, core_speed, laps, tell_at
+from manyhands.benches.emulated import (
+    Conditions,
+    Setting,
+    Tell,
+    among,
+    auto,
+    by_name,
+    cluster,
+    core_speed,
+    laps,
+    tell_at,
+)
 from manyhands.emulation.boards import BOARDS
 from manyhands.measuring import graph_of
 from manyhands.planning.simulation import simulate
@@ -22,17 +33,18 @@ SIMULATED = (2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """So many devices; the batch grows with them when simulated, so that there is work for all."""
+    """So many devices; the batch grows with them, so that there is work for all."""
 
     devices: int
     batch: int
     seconds: float
     one_s: float  # of the same batch on one device
-    simulated: bool
+    conditions: Conditions | None = None  # where it was measured; else it is simulated
+    spread: str = ""
 
     @property
     def how(self) -> str:
-        return "simulated, batch" if self.simulated else "measured, auto"
+        return "simulated, batch" if self.conditions is None else "measured, auto"
 
     @property
     def efficiency(self) -> float:
@@ -41,35 +53,34 @@ class Row:
 
 
 def run(
-    counts: tuple[int, ...], batch: int, mbit: float, dilation: float | None, rounds: int, tell: Tell
+    counts: tuple[int, ...], each: int, mbit: float, dilation: float | None, rounds: int, tell: Tell
 ) -> tuple[Row, ...]:
     core, speed, rows = core_speed(tell), 1e9 * BOARDS[BOARD].gflops, []
     for count in counts:
         devices = cluster({f"pi-{i}": speed for i in range(count)}, mbit)
-        plans = {"auto": auto, "one": by_name("single")}
-        setting = Setting(MODEL, SHAPE, batch, devices)
-        found, _ = laps(
-            setting, core, dilation, plans, (), rounds, partial(tell_at, tell, f"{count} devices")
-        )
-        seconds = {lap.name: lap.seconds for lap in found}
-        rows.append(Row(count, batch, seconds["auto"], seconds["one"], False))
+        plans = {"auto": auto, "one": among(("pi-0",), by_name("single"))}
+        setting = Setting(MODEL, SHAPE, each * count, devices)
+        telling = partial(tell_at, tell, f"{count} devices")
+        found, _, conditions = laps(setting, core, dilation, plans, (), rounds, telling)
+        raced = {lap.name: lap for lap in found}
+        ours, alone = raced["auto"], raced["one"].seconds
+        rows.append(Row(count, each * count, ours.seconds, alone, conditions, ours.spread))
     for count in SIMULATED:
         tell(f"{count} devices, simulated")
-        rows.append(_simulated(count, mbit, speed))
+        rows.append(_simulated(count, each * count, mbit, speed))
     return tuple(rows)
 
 
-def _simulated(count: int, mbit: float, speed: float) -> Row:
+def _simulated(count: int, batch: int, mbit: float, speed: float) -> Row:
     """By nominal speeds: samples divided among all devices, the weights added up among all of them."""
-    batch = 4 * count
     graph = graph_of(MODEL, (SHAPE,), batch)
     devices = replace(cluster({f"pi-{i}": speed for i in range(count)}, mbit), latency_s=LATENCY_S)
     alone = cluster({"pi-0": speed}, mbit)
     seconds, one_s = (
-        simulate(api.lower(graph, api.plan(graph, each, strategy)), each, memory=False).cost.seconds
-        for each, strategy in ((devices, "batch"), (alone, "single"))
+        simulate(api.lower(graph, api.plan(graph, some, strategy)), some, memory=False).cost.seconds
+        for some, strategy in ((devices, "batch"), (alone, "single"))
     )
-    return Row(count, batch, seconds, one_s, True)
+    return Row(count, batch, seconds, one_s)
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
@@ -86,12 +97,12 @@ def bars(rows: tuple[Row, ...]) -> dict[str, dict[str, float]]:
 
 def table(rows: tuple[Row, ...]) -> Table:
     table = Table(title=f"{MODEL} at {SHAPE[1]} on Raspberry Pi 4, emulated or by simulation")
-    for heading in ("devices", "batch", "a step", "one device", "efficiency", ""):
+    for heading in ("devices", "batch", "a step", "between", "one device", "efficiency", ""):
         table.add_column(heading)
     for row in rows:
-        seconds = (f"{row.seconds:.2f} s", f"{row.one_s:.2f} s")
+        seconds = (f"{row.seconds:.2f} s", row.spread, f"{row.one_s:.2f} s")
         table.add_row(str(row.devices), str(row.batch), *seconds, f"{row.efficiency:.0%}", row.how)
-    table.caption = (
-        f"simulated: by nominal speeds, {1e3 * LATENCY_S:g} ms a message; nothing of it was measured"
-    )
+    told = [f"{row.devices} devices: {row.conditions}" for row in rows if row.conditions]
+    told.append(f"simulated: by nominal speeds, {1e3 * LATENCY_S:g} ms a message; nothing of it was measured")
+    table.caption = "\n".join(told)
     return table

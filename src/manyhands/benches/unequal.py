@@ -8,9 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from manyhands.benches.emulated import (
+    Conditions,
     Lap,
     Setting,
     Tell,
+    among,
     by_name,
     cluster,
     core_speed,
@@ -19,9 +21,11 @@ from manyhands.benches.emulated import (
     with_all,
 )
 from manyhands.emulation.boards import BOARDS
+from manyhands.errors import RunError
 
 MODEL, SHAPE, BATCH = "yolov2-16", (3, 224, 224), 8
-DEVICES = {"pi-5": "raspberry-pi-5"} | dict.fromkeys(("pi-3a", "pi-3b", "pi-3c"), "raspberry-pi-3")
+FAST = "pi-5"
+DEVICES = {FAST: "raspberry-pi-5"} | dict.fromkeys(("pi-3a", "pi-3b", "pi-3c"), "raspberry-pi-3")
 EQUAL = ("batch", "rows")
 OVER_EQUAL = 2.5
 ALONE, ALL = "pi-5 alone", "all four, shares by the planner"
@@ -31,6 +35,8 @@ ALONE, ALL = "pi-5 alone", "all four, shares by the planner"
 class Result:
     mbit: float
     laps: tuple[Lap, ...]
+    chosen: tuple[str, ...]  # the devices of `auto`
+    conditions: Conditions
 
     def seconds(self, name: str) -> float:
         return next(lap.seconds for lap in self.laps if lap.name == name)
@@ -47,8 +53,7 @@ class Result:
 
     @property
     def alone_is_chosen(self) -> bool:
-        lap = next(lap for lap in self.laps if lap.name == "auto")
-        return lap.layouts == next(lap.layouts for lap in self.laps if lap.name == ALONE)
+        return self.chosen == (FAST,)
 
     @property
     def within(self) -> bool:
@@ -59,11 +64,13 @@ class Result:
 
 def run(mbit: float, dilation: float | None, rounds: int, tell: Tell) -> Result:
     speeds = {name: 1e9 * BOARDS[board].gflops for name, board in DEVICES.items()}
-    plans = {"auto": untried, ALONE: by_name("single"), ALL: with_all}
+    plans = {"auto": untried, ALONE: among((FAST,), by_name("single")), ALL: with_all}
     plans |= {f"equal {name}": by_name(name) for name in EQUAL}
     setting = Setting(MODEL, SHAPE, BATCH, cluster(speeds, mbit))
-    found, _ = laps(setting, core_speed(tell), dilation, plans, (), rounds, tell)
-    return Result(mbit, found)
+    found, chosen, conditions = laps(setting, core_speed(tell), dilation, plans, (), rounds, tell)
+    if missing := plans.keys() - chosen.keys():
+        raise RunError(f"no plan could be made for {', '.join(sorted(missing))}: nothing to compare with.")
+    return Result(mbit, found, chosen["auto"].devices, conditions)
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -79,18 +86,18 @@ def bars(result: Result) -> dict[str, dict[str, float]]:
 def table(result: Result) -> Table:
     setting = f"{MODEL} at {SHAPE[1]}, batch {BATCH}, {result.mbit:g} Mbit/s"
     table = Table(title=f"{setting}: a Pi 5 and three Pi 3, emulated")
-    for heading in ("contestant", "a step", "foreseen", "layouts"):
+    for heading in ("contestant", "a step", "between", "foreseen", "layouts"):
         table.add_column(heading)
     for lap in result.laps:
         foreseen = "" if lap.foreseen_s is None else f"{lap.foreseen_s:.2f} s"
-        table.add_row(lap.name, f"{lap.seconds:.2f} s", foreseen, lap.layouts)
+        table.add_row(lap.name, f"{lap.seconds:.2f} s", lap.spread, foreseen, lap.layouts)
     if result.alone_is_chosen:
-        table.caption = "the planner says that the Pi 5 alone is best; " + (
-            "so it is" if result.within else "another is faster"
+        said = "the planner says that the Pi 5 alone is best; "
+        said += "so it is" if result.within else "another is faster"
+    else:
+        said = (
+            f"auto is {result.over_equal:.2f} times as fast as equal shares (required {OVER_EQUAL:g}) and "
+            f"{result.over_alone:.2f} times as fast as the Pi 5 alone"
         )
-        return table
-    table.caption = (
-        f"auto is {result.over_equal:.2f} times as fast as equal shares (required {OVER_EQUAL:g}) and "
-        f"{result.over_alone:.2f} times as fast as the Pi 5 alone"
-    )
+    table.caption = f"{result.conditions}\n{said}"
     return table

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from manyhands.ir.cluster import DELAY, Cluster, cores_here
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
 NO_GPU = "CUDA_VISIBLE_DEVICES="  # small devices are emulated by their processors alone
 MOST_BYTES_PER_S = 3e9  # over a wire: about what a core carries, and less than tbf can count
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else ()
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 
 
@@ -62,9 +65,10 @@ def why_not() -> str | None:
 
 
 def require() -> None:
-    """Raises RequestError where devices cannot be emulated."""
+    """Raises RequestError where devices cannot be emulated; else what a killed run left is removed."""
     if reason := why_not():
         raise RequestError(f"{reason}. Run it as root; `manyhands emulate --plain` has no limits.")
+    remove_leftovers()
 
 
 def remove_leftovers() -> int:
@@ -90,7 +94,6 @@ def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None =
     require()
     if cluster.links or cluster.shared_bytes_per_s is not None:
         raise RequestError("emulated devices are at one switch: leave out [[link]] and `shared`.")
-    remove_leftovers()
     most = dilation_for(cluster, core_flops_per_s, cores_here())
     factor = most if dilation is None else dilation
     cores = {d.name: factor * d.flops_per_s / core_flops_per_s for d in cluster.devices}
@@ -104,7 +107,7 @@ def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None =
             + (f": use --dilate {least:.2g} or more." if least <= most else ". Leave the fastest device out.")
         )
     fast = _faster(cluster, factor)
-    with ExitStack() as stack:
+    with _own_signals(), ExitStack() as stack:
         rates = {device.name: fast.bytes_per_s for device in fast.devices}
         wires = stack.enter_context(network.wired(rates, fast.latency_s))
         groups = {
@@ -114,7 +117,29 @@ def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None =
             for device in fast.devices
         }
         held_back_s = 0.0 if wires.delayed else max(fast.latency_s - LATENCY_S, 0.0)
+        stack.callback(_be_deaf)  # first of all, in the end
         yield Emulation(fast, factor, cores, wires, groups, held_back_s)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """What signals do is as before in the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _be_deaf() -> None:
+    """Being told to end once more does not stop what is taken down already."""
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _faster(cluster: Cluster, factor: float) -> Cluster:

@@ -9,10 +9,12 @@ import errno
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
@@ -20,8 +22,8 @@ from manyhands.errors import RequestError, RunError
 
 NAMESPACES = Path("/run/netns")
 PLUG = "eth0"  # the network device of every emulated device
-BUCKET_S = 0.005  # of a rate that may pass at once: timers come late by as much
-LEAST_BUCKET = 64_000  # bytes: the kernel hands over packets of up to 64 kB
+BUCKET_S = 0.001  # of a rate that may pass at once: timers of a busy machine come late by as much
+LEAST_BUCKET = 70_000  # bytes: the kernel hands over packets of up to 64 kB and their headers
 TRIES = 20  # to make a namespace
 QUEUE_S = 0.4  # after which a packet that waits for its turn is dropped
 
@@ -30,7 +32,17 @@ def why_not() -> str | None:
     """Why there are no namespaces to be had here; None where there are."""
     if not hasattr(os, "geteuid") or not Path("/proc/self/ns/net").exists():
         return "network namespaces are a thing of Linux"
-    return None if os.geteuid() == 0 else "network namespaces need root"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not _capable("CapEff", 12, 21):  # of network administration, and of system administration
+        return "network namespaces need root with all its rights, which a container may not have"
+    return None
+
+
+def _capable(kind: str, *bits: int) -> bool:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = int(next(line.split()[1] for line in lines if line.startswith(f"{kind}:")), 16)
+    return all(held >> bit & 1 for bit in bits)
 
 
 def address(number: int) -> str:
@@ -45,11 +57,24 @@ def wired(bytes_per_s: Mapping[str, float], latency_s: float = 0.0) -> Iterator[
         raise RequestError(f"{reason}.")
     network = Network(tuple(bytes_per_s), own_prefix())
     try:
-        with _usual_end():
+        with _quiet_copies(), _made():
             network.make(bytes_per_s, latency_s)
         yield network
     finally:
         network.remove()
+
+
+@contextmanager
+def _made() -> Iterator[None]:
+    """What the kernel refuses is told in a line."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        yield
+    except (OSError, NetlinkError) as error:
+        raise RequestError(
+            f"this kernel does not make the emulated network (namespaces, veth, bridge, tbf): {error}."
+        ) from None
 
 
 class Network:
@@ -106,16 +131,26 @@ class Network:
 
 
 @contextmanager
-def _usual_end() -> Iterator[None]:
+def _quiet_copies() -> Iterator[None]:
     """pyroute2 forks this process and ends the copies: none of them may tidy up what is ours."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            os._exit(128 + number)
+        if callable(before):
+            before(number, frame)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is end:  # else it is being ended, deaf to more
+            signal.signal(signal.SIGTERM, before)
 
 
 def _shape(route: Any, index: int, bytes_per_s: float) -> None:
