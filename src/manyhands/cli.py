@@ -50,12 +50,15 @@ Wire = Annotated[
 ]
 
 
+ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 INTERRUPTED = 130  # the exit code that typer makes of Ctrl-C
 
 
 def main() -> None:
     """Run a command; a mistake is one line and an exit code, never a traceback."""
-    signal.signal(signal.SIGTERM, _stopped)
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(number, _stopped)
     try:
         code = app(standalone_mode=False)  # what a command's typer.Exit says, or nothing
         if code == INTERRUPTED:
@@ -73,7 +76,8 @@ def main() -> None:
 
 def _stopped(number: int, frame: object) -> NoReturn:
     """It is tidied up first, which being told a second time must not break."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
     _fail("stopped", 128 + number)
 
 
@@ -319,6 +323,8 @@ def emulate(
     """
     if not context.args:
         raise RequestError("what is to run? For example: emulate CLUSTER.toml -- manyhands train JOB.toml")
+    if dilate is not None and not dilate < float("inf"):
+        raise RequestError(f"--dilate {dilate}: a number, please.")
     from manyhands import emulating
     from manyhands.reporting.emulated import console, outcomes_view
 
@@ -327,8 +333,7 @@ def emulate(
         raise typer.Exit(emulating.run_plain(cluster, context.args))
     outcomes = emulating.run(cluster, context.args, dilate, console(sys.stderr if as_json else sys.stdout))
     print(json.dumps(emulating.to_json(outcomes))) if as_json else show(outcomes_view(outcomes))
-    failed = next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
-    raise typer.Exit(failed if failed >= 0 else 128 - failed)  # by a signal: as a shell says it
+    raise typer.Exit(emulating.exit_code(outcomes))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

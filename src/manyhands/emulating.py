@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from typing import IO
 
 import tomlkit
 
-from manyhands.emulation.devices import Emulation, emulated, require
+from manyhands.emulation.devices import LATENCY_S, Emulation, emulated, require
 from manyhands.emulation.names import own_prefix
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, cores_here
@@ -41,13 +42,13 @@ def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tel
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(emulation.cluster))
         tell("", describe(emulation))
-        codes = _run_all(emulation, command, path, tell)
+        ended = _run_all(emulation, command, path, tell)
         if reason := emulation.killed():
             raise RunError(f"{reason}.")
         return [
             Outcome(
                 name,
-                codes[name],
+                *ended[name],
                 emulation.cores[name],
                 emulation.wires.sent_bytes(name),
                 emulation.groups[name].peak_bytes,
@@ -64,7 +65,24 @@ def describe(emulation: Emulation) -> str:
     if emulation.held_back_s:
         text += f"; manyhands' messages are held back {1e3 * emulation.held_back_s:.2g} ms, for this kernel "
         text += "cannot delay packets: other programs' are not"
+    if 0 < emulation.cluster.latency_s < LATENCY_S:
+        text += (
+            f"; a message takes {1e3 * LATENCY_S:g} ms, where so many times as fast as asked for would be "
+        )
+        text += f"{1e3 * emulation.cluster.latency_s:.2g} ms"
     return text
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """Of the device that failed first, as others fail or are stopped for want of it; as a shell says it."""
+    failed = [outcome for outcome in outcomes if outcome.exit_code]
+    first = min(failed, key=lambda outcome: outcome.seconds, default=None)
+    return 0 if first is None else as_shell(first.exit_code)
+
+
+def as_shell(code: int) -> int:
+    """An exit code; of who was killed by a signal, 128 and the signal's number."""
+    return code if code >= 0 else 128 - code
 
 
 def run_plain(cluster: Path, command: Sequence[str]) -> int:
@@ -74,7 +92,7 @@ def run_plain(cluster: Path, command: Sequence[str]) -> int:
     with _folder() as folder:
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(read, plain=True))
-        return subprocess.call(command, env=os.environ | {CLUSTER: str(path)})
+        return as_shell(subprocess.call(command, env=os.environ | {CLUSTER: str(path)}))
 
 
 def _refuse_missing(command: Sequence[str]) -> None:
@@ -89,9 +107,10 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def cluster_text(cluster: Cluster, *, plain: bool = False) -> str:
     """A cluster file of these devices."""
+    latency_s = cluster.latency_s if plain else max(cluster.latency_s, LATENCY_S)
     network: dict[str, str | int] = {
         "bandwidth": f"{round(8 * cluster.bytes_per_s / 1e3)}kbit",
-        "latency": f"{1e6 * cluster.latency_s:.1f}us",
+        "latency": f"{1e6 * latency_s:.1f}us",
     }
     if cluster.port is not None:
         network["port"] = cluster.port
@@ -109,17 +128,21 @@ def cluster_text(cluster: Cluster, *, plain: bool = False) -> str:
     return tomlkit.dumps({"network": network, "device": devices})
 
 
-def _run_all(emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell) -> dict[str, int]:
+def _run_all(
+    emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell
+) -> dict[str, tuple[int, float]]:
+    """By device its exit code, and after how many seconds it ended."""
+    began, ended = time.monotonic(), dict[str, float]()
     with _started(emulation, command, cluster, tell) as processes:
-        deadline: float | None = None
-        while any(process.poll() is None for process in processes.values()):
-            failed = any(process.poll() for process in processes.values())
-            if failed and deadline is None:
-                deadline = time.monotonic() + GRACE_S
-            if deadline is not None and time.monotonic() > deadline:
-                break
+        deadline = math.inf
+        while len(ended) < len(processes) and time.monotonic() < deadline:
+            now = time.monotonic()
+            ended |= {n: now - began for n, p in processes.items() if n not in ended and p.poll() is not None}
+            if deadline == math.inf and any(processes[name].returncode for name in ended):
+                deadline = now + GRACE_S
             time.sleep(0.05)
-    return {name: process.returncode for name, process in processes.items()}
+    last = time.monotonic() - began
+    return {name: (process.returncode, ended.get(name, last)) for name, process in processes.items()}
 
 
 @contextmanager
@@ -139,6 +162,7 @@ def _started(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",  # what a command prints need not be text
                 env=environment,
             )
             reader = threading.Thread(target=_read, args=(name, processes[name].stdout, tell), daemon=True)

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys, time
 from manyhands import cli
@@ -24,14 +26,15 @@ cli.main()
 """
 
 
-def test_a_command_that_is_terminated_tidies_up_and_says_so_in_one_line() -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_terminated_tidies_up_and_says_so_in_one_line(how: signal.Signals) -> None:
     """As control groups and processes must not be left behind."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(how)
     assert process.stdout.readline() == "tidying up\n"
     process.send_signal(signal.SIGTERM)  # as who stops a whole group of processes does
     out, err = process.communicate(timeout=30)
-    assert (out, err, process.returncode) == ("tidied up\n", "manyhands: stopped\n", 143)
+    assert (out, err, process.returncode) == ("tidied up\n", "manyhands: stopped\n", 128 + how)

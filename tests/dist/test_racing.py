@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,6 @@ from manyhands.reporting.plots import plot_bars
 needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
 ALONE = [peers.ONE, CHANNELS_LAST]
 CORE = 50e9  # said, not measured: only relations count
-CONDITIONS = Conditions(2.0, CORE)
 
 
 @needs_root
@@ -55,6 +55,24 @@ def test_all_contestants_take_their_steps_on_emulated_devices() -> None:
         assert len(lap.each_s) == 2 and min(lap.each_s) <= lap.seconds <= max(lap.each_s)
     rows = found[1]
     assert rows.foreseen_s is not None and 0.2 < rows.foreseen_s / rows.seconds < 5 and "rows:2" in rows.layouts
+
+
+@needs_root
+def test_seconds_are_those_of_devices_as_fast_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is measured twice as fast, took twice as long."""
+    seen: list[dict[str, racing.Raced]] = []
+
+    def noted(*words: Any) -> dict[str, racing.Raced]:
+        seen.append(racing.race(*words))
+        return seen[-1]
+
+    monkeypatch.setattr(emulated, "race", noted)
+    setting = Setting("demo", (1, 28, 28), 8, cluster({"a": 0.2 * CORE, "b": 0.2 * CORE}, 200))
+    (lap,), _, conditions = laps(setting, CORE, 2.0, {"rows": by_name("rows")}, (), 2, lambda _: None)
+    (raced,) = seen
+    assert conditions.dilation == 2.0
+    assert lap.each_s == tuple(2 * seconds for seconds in raced["rows"].seconds)
+    assert dict(lap.spent_s) == {kind: 2 * seconds for kind, seconds in raced["rows"].spent_s.items()}
 
 
 @needs_root
@@ -197,131 +215,12 @@ def test_a_pipeline_is_cut_where_the_work_is_even() -> None:
     assert cuts == ["2", "4", "6"]
 
 
-def cell(model: str, **seconds: float) -> peers.Cell:
-    names = {"auto": "auto", "one": peers.ONE, "ddp": peers.DDP, "last": CHANNELS_LAST}
-    found = tuple(Lap(names[key], value) for key, value in seconds.items())
-    return peers.Cell(model, 100.0, found, peers.ALWAYS)
-
-
-@pytest.mark.parametrize(
-    ("judged", "within"),
-    [
-        (cell("mobilenetv2", auto=1.0, one=0.98, ddp=0.1), True),  # the one that is faster is not exact
-        (cell("mobilenetv2", auto=1.0, one=0.9, ddp=9.0), False),
-        (cell("resnet18", auto=1.0, one=1.6, ddp=3.1), True),
-        (cell("resnet18", auto=1.0, one=1.6, ddp=2.9), False),
-        (cell("resnet18", auto=1.0, one=1.4, ddp=3.1), False),
-        (cell("vgg16-bn", auto=1.0, one=2.1, ddp=3.9), False),
-        ],
-)
-def test_each_limit_of_the_race_against_peers_can_fail_it(judged: peers.Cell, within: bool | None) -> None:
-    assert judged.within is within
-
-
-def test_a_peer_that_was_not_raced_is_not_beaten() -> None:
-    verdicts = cell("vgg16-bn", auto=1.0, one=2.1).verdicts
-    assert [verdict.reached for verdict in verdicts] == [True, None, True]
-    assert "as DistributedDataParallel: 4 required, NOT MEASURED" in str(verdicts[1])
-
-
-def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    raced: list[tuple[str, ...]] = []
-
-    def race(*words: object) -> peers.Cell:
-        raced.append(words[4])  # type: ignore[arg-type]
-        return cell("unet", auto=1.0, one=1.0)
-
-    monkeypatch.setattr(peers, "_cell", race)
-    monkeypatch.setattr(peers, "core_speed", lambda _: CORE)
-    for rivals in ((peers.DDP,), (peers.ONE,), ()):
-        peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None)
-    every = tuple(name for name in PEERS if name != DISTCONV)
-    assert raced == [(*peers.ALWAYS, peers.DDP), peers.ALWAYS, every]
-
-
-def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raced: list[str] = []
-
-    def race(model: str, *_: object) -> peers.Cell:
-        raced.append(model)
-        return cell(model, auto=1.0, one=3.0, ddp=9.0)
-
-    monkeypatch.setattr(peers, "_cell", race)
-    monkeypatch.setattr(peers, "core_speed", lambda _: CORE)
-
-    def run(*only: str) -> tuple[peers.Cell, ...]:
-        return peers.run(only, (100.0,), (), None, 1, tmp_path, lambda _: None)
-
-    first = run("resnet18")
-    assert run("resnet18", "unet")[0] == first[0] and raced == ["resnet18", "unet"]
-    facts = json.loads(json.dumps(peers.to_json(first)))
-    assert facts[0]["within"] and facts[0]["faster"][peers.DDP] == 9.0
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(peers.table(first))
-    assert "9.00 (9.00x, not exact)" in captured.get()
-    (times,) = peers.bars(first).values()
-    assert times == {peers.ONE: 3.0, f"{peers.DDP} (not exact)": 9.0}
-    with pytest.raises(RequestError, match="resnet81 is not one of"):
-        run("resnet81")
-
-
-def unequal_result(
-    auto_s: float, alone_s: float, equal_s: float, layouts: str, all_s: float = 2.0
-) -> unequal.Result:
-    named = (Lap("auto", auto_s, None, layouts), Lap(unequal.ALONE, alone_s, None, "whole"))
-    chosen = (unequal.FAST,) if layouts == "whole" else tuple(unequal.DEVICES)
-    others = Lap("equal batch", equal_s, None, "batch:4"), Lap(unequal.ALL, all_s, None, "batch:4")
-    return unequal.Result(100.0, (*named, *others), chosen, CONDITIONS)
-
-
-def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() -> None:
-    assert unequal_result(1.0, 1.2, 2.6, "batch:4").within
-    assert not unequal_result(1.0, 1.2, 2.4, "batch:4").within
-    assert not unequal_result(1.3, 1.2, 4.0, "batch:4").within
-    assert unequal_result(1.2, 1.2, 1.5, "whole").within
-    assert not unequal_result(1.2, 1.2, 1.1, "whole").within
-    assert not unequal_result(1.2, 1.2, 1.5, "whole", all_s=1.1).within
-
-
-def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row:
-    alone = Lap("one-core", 24.0), Lap("pi-0", 6.0)
-    return tiled.Row(num_devices, 8, mbit, *alone, (Lap("auto", auto_s, each_s=(auto_s,)),), CONDITIONS)
-
-
-@pytest.mark.parametrize(
-    ("rows", "less", "within"),
-    [
-        ((tiled_row(6, 1.3), tiled_row(2, 3.9)), 5.1, True),  # 18.5 and 6.2 times one core
-        ((tiled_row(6, 1.35), tiled_row(2, 3.9)), 5.1, False),  # 17.8: less than 75 % of ideal
-        ((tiled_row(6, 1.3), tiled_row(2, 4.1)), 5.1, False),
-        ((tiled_row(6, 1.3), tiled_row(6, 9.0)), 5.1, True),  # the best batch counts
-        ((tiled_row(6, 1.3), tiled_row(6, 9.0, 25.0)), 5.1, True),
-        ((tiled_row(6, 1.3),), 4.9, False),
-    ],
-)
-def test_each_limit_of_the_tiled_setting_can_fail_it(
-    rows: tuple[tiled.Row, ...], less: float, within: bool
-) -> None:
-    memory = (tiled.Memory(6, 8, 100.0, "rows", int(1000 * less), 1000),)
-    result = tiled.Result(rows, memory)
-    assert result.within == within == (not any("NOT REACHED" in str(each) for each in result.verdicts))
-
-
-def test_what_was_not_measured_is_said_so() -> None:
-    result = tiled.Result((tiled_row(6, 1.3, 25.0), tiled_row(2, 1.0)), ())
-    assert [verdict.reached for verdict in result.verdicts] == [None, True, None, None]
-    assert sum("NOT MEASURED" in str(verdict) for verdict in result.verdicts) == 3
-    assert tiled.Result((tiled_row(6, 1.3, 25.0),), ()).within is None  # neither good nor bad
-
-
 def test_bars_are_drawn(tmp_path: Path) -> None:
     plot_bars(tmp_path / "bars.png", "A title", {"one": {"a": 1.0, "b": 2.0}, "two": {"b": 3.0}}, "seconds")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_choice_may_be_among_some_of_the_devices() -> None:
-    from manyhands.benches.emulated import among
     graph = graph_of("demo", ((1, 28, 28),), 8)
     three: Cluster = replace(cluster(dict.fromkeys("abc", 1e9), 1000), latency_s=1e-4)
     assert among(("b", "c"), by_name("batch"))(graph, three)[0].devices == ("b", "c")

@@ -19,7 +19,7 @@ from manyhands.ir.cluster import DELAY, Cluster, cores_here
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
 NO_GPU = "CUDA_VISIBLE_DEVICES="  # small devices are emulated by their processors alone
 MOST_BYTES_PER_S = 3e9  # over a wire: about what a core carries, and less than tbf can count
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else ()
+ENDING = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 
 

@@ -125,6 +125,7 @@ class Outcome:
 
     device: str
     exit_code: int
+    seconds: float  # until it ended
     cores: float  # of the machine, at most
     sent_bytes: int
     peak_bytes: int | None  # of all its processes, files in memory included

@@ -34,9 +34,10 @@ def console(stream: IO[str]) -> Callable[[str, str], None]:
 
 def outcomes_view(outcomes: Sequence[Outcome]) -> Table:
     table = Table(title="Emulated devices", title_justify="left")
-    for heading in ("device", "part of a core", "sent", "peak memory", "exit code"):
+    for heading in ("device", "part of a core", "sent", "peak memory", "ended after", "exit code"):
         table.add_column(heading)
     for each in outcomes:
         peak = "" if each.peak_bytes is None else amount(each.peak_bytes)
-        table.add_row(each.device, f"{each.cores:.0%}", amount(each.sent_bytes), peak, str(each.exit_code))
+        ended = (f"{each.seconds:.1f} s", str(each.exit_code))
+        table.add_row(each.device, f"{each.cores:.0%}", amount(each.sent_bytes), peak, *ended)
     return table

@@ -1,0 +1,126 @@
+"""What the kernel keeps of an emulated device: the rate of its wire, its part of a core, its memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manyhands.emulation import cgroups, devices, network
+from tests.dist.test_emulation import FAST, PAIR, needs_root, start
+
+RECEIVER = """
+import socket, time
+with socket.create_server(("", 5000)) as server:
+    print("ready", flush=True)
+    peer, _ = server.accept()
+    total, first = len(peer.recv(1 << 16)), time.perf_counter()
+    came = 0
+    while part := peer.recv(1 << 16):
+        came += len(part)
+    print(came / (time.perf_counter() - first))
+"""
+SENDER = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    peer.sendall(bytes(int(sys.argv[2])))
+"""
+WORK = """
+import time
+start, busy = time.perf_counter(), time.process_time()
+while time.perf_counter() - start < 2:
+    sum(range(1000))
+print((time.process_time() - busy) / (time.perf_counter() - start))
+"""
+
+
+BUCKET = """
+from pyroute2 import IPRoute
+with IPRoute() as route:
+    (queue,) = [q for q in route.get_qdiscs() if q.get_attr("TCA_KIND") == "tbf"]
+    parms = queue.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
+    print(round(parms["rate"] * parms["buffer"] * 64 / 1e9))  # its size in time, in ticks of 64 ns
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("bytes_per_s", "out", "into"), [(2.5e6, 1, 10), (12.5e6, 1, 10), (12.5e6, 10, 1), (2.5e6, 10, 1)]
+)
+def test_a_wire_passes_its_rate_and_no_more(bytes_per_s: float, out: int, into: int) -> None:
+    """Like iperf, over two seconds and more, from one end and into the other, where that is the thinner one.
+
+    Headers take 3 to 5 % of the rate, the bucket gives a little.
+    """
+    with network.wired({"a": out * bytes_per_s, "b": into * bytes_per_s}) as wires:
+        receiver = start(wires.before("b"), sys.executable, "-c", RECEIVER)
+        assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        size = str(int(2.5 * bytes_per_s))
+        start(wires.before("a"), sys.executable, "-c", SENDER, network.address(1), size).wait()
+        rate = float(receiver.communicate()[0])
+        assert wires.sent_bytes("a") > 2.5 * bytes_per_s
+    assert 0.85 < rate / bytes_per_s < 1.03
+
+
+@needs_root
+@pytest.mark.parametrize("cores", [0.06, 0.3])
+def test_a_group_has_its_part_of_a_core_and_no_more(cores: float) -> None:
+    with cgroups.limited("part", cores=cores) as group:
+        output, _ = start(group.before, sys.executable, "-c", WORK).communicate()
+    assert 0.75 * cores < float(output) < 1.1 * cores
+
+
+@needs_root
+@pytest.mark.parametrize(("cores", "period_us"), [(0.9, 5_000), (0.2, 5_000), (0.1, 10_000), (0.05, 20_000)])
+def test_periods_are_short(cores: float, period_us: int) -> None:
+    """A device stands still for the rest of its period, so a long one would add its length to every message."""
+    with cgroups.limited("part", cores=cores) as group:
+        (folder,) = group.folders
+        file = "cpu.cfs_period_us" if (folder / "cpu.cfs_period_us").exists() else "cpu.max"
+        assert int((folder / file).read_text().split()[-1]) == period_us
+
+
+def test_limits_of_groups_of_version_2(tmp_path: Path) -> None:
+    """What is written into its files, where this machine may have version 1."""
+    (tmp_path / "cgroup.subtree_control").write_text("cpu memory")
+    assert cgroups.why_not(tmp_path, ("memory", "cpu")) is None or os.geteuid() != 0
+    assert cgroups._place(tmp_path, "cpu") == cgroups._place(tmp_path, "memory") == tmp_path
+    cgroups._limit(tmp_path, "cpu", 0.3)
+    cgroups._limit(tmp_path, "memory", 9e8)
+    written = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    del written["cgroup.subtree_control"]
+    assert written == {"cpu.max": "1500 5000", "memory.max": "900000000", "memory.swap.max": "0"}
+    (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    (tmp_path / "memory.peak").write_text("123456\n")
+    group = cgroups.Group((tmp_path,), 900_000_000)
+    assert (group.kills, group.peak_bytes) == (2, 123456)
+    (tmp_path / "cgroup.subtree_control").unlink()
+    assert cgroups._place(tmp_path, "cpu") is None
+
+
+@needs_root
+@pytest.mark.parametrize("bytes_per_s", [5e6, 50e6])
+def test_little_passes_at_once_after_a_pause(bytes_per_s: float) -> None:
+    """Else messages after computing would travel faster than the wire is."""
+    with network.wired({"a": bytes_per_s, "b": bytes_per_s}) as wires:
+        told = subprocess.run(
+            [*wires.before("a"), sys.executable, "-c", BUCKET], capture_output=True, text=True, check=True
+        )
+    assert int(told.stdout) <= max(70_000, bytes_per_s / 1000) * 1.01
+
+
+@needs_root
+def test_who_needs_more_memory_than_there_is_is_killed_and_named() -> None:
+    small = replace(PAIR, devices=tuple(replace(d, memory_bytes=60_000_000) for d in PAIR.devices))
+    with devices.emulated(small, FAST) as emulation:
+        enough = start(emulation.within["a"], sys.executable, "-c", "x = bytearray(20_000_000)")
+        assert enough.wait() == 0 and emulation.killed() is None
+        assert (emulation.groups["a"].peak_bytes or 0) > 20_000_000
+        too_much = start(emulation.within["b"], sys.executable, "-c", "x = bytearray(b'1') * 90_000_000")
+        assert too_much.wait() == -signal.SIGKILL
+        assert emulation.killed() == "b needed more than 60 MB"
