@@ -105,7 +105,7 @@ def test_nothing_is_left_of_who_is_ended_while_it_makes_namespaces() -> None:
     process = start((), sys.executable, "-c", MAKES)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     end = time.monotonic() + 30
-    while not any(map(Path.is_mount, network.NAMESPACES.glob(f"{FAMILY}{process.pid}-*"))):
+    while not any(map(os.path.ismount, network.NAMESPACES.glob(f"{FAMILY}{process.pid}-*"))):
         assert time.monotonic() < end
     process.terminate()
     assert process.communicate(timeout=60)[0] == "" and process.returncode == signal.SIGTERM
