@@ -45,9 +45,9 @@ def _work(seconds: float) -> None:
         pass
 
 
-def lateness_s(emulation: Emulation) -> float:
-    """How much longer than the busiest device computes a round takes in which all wait for all."""
-    cores, names = emulation.cores, emulation.cluster.names
+def lateness_s(emulation: Emulation, names: tuple[str, ...]) -> float:
+    """How much longer than the busiest of these devices computes a round takes in which all wait for all."""
+    cores = {name: emulation.cores[name] for name in names}
     if len(names) < 2:
         return 0.0
     speeds = {name: cores[name] / max(cores.values()) for name in names}

@@ -158,11 +158,13 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: sum(row[key] for row in rows) / len(rows) for key in (rows[0] if rows else ())}
 
 
-def foreseeable(model: str, inputs: Inputs, batch: int, emulation: Emulation) -> Cluster:
+def foreseeable(
+    model: str, inputs: Inputs, batch: int, emulation: Emulation, sharing: tuple[str, ...]
+) -> Cluster:
     """The emulated cluster with what a core of this machine takes for the model's layers, slowed down.
 
     One process rehearses while others keep their cores as busy as a race does; what it takes to send is
-    measured between two, and how late devices are for each other among the emulated ones.
+    measured between two, and how late devices are for each other among those that share plans.
     """
     graph = graph_of(model, inputs, batch)
     plans = rehearsed_plans(graph, len(emulation.cluster.devices))
@@ -174,7 +176,7 @@ def foreseeable(model: str, inputs: Inputs, batch: int, emulation: Emulation) ->
     profiles = tuple(
         replace(profile, device=name).slower(1 / emulation.cores[name]) for name in emulation.cluster.names
     )
-    return replace(emulation.cluster, profiles=profiles, latency_s=lateness_s(emulation))
+    return replace(emulation.cluster, profiles=profiles, latency_s=lateness_s(emulation, sharing))
 
 
 def _small_job() -> PlansJob:

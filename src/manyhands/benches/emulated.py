@@ -34,6 +34,7 @@ class Setting:
     shape: tuple[int, ...]
     batch: int
     cluster: Cluster
+    sharing: tuple[str, ...] = ()  # plans among several devices are among these; all, where none are said
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ def laps(
     graph = graph_of(model, inputs, batch)
     with emulated(setting.cluster, core, dilation) as emulation:
         tell("how long layers take")
-        cluster = foreseeable(model, inputs, batch, emulation)
+        cluster = foreseeable(model, inputs, batch, emulation, setting.sharing or setting.cluster.names)
         found: dict[str, Sequence[Plan]] = {}
         for name, choose in plans.items():
             try:

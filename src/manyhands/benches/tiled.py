@@ -161,7 +161,7 @@ def _row(
     devices = cluster(dict.fromkeys(names, speed) | {ONE_CORE: speed / CORES}, mbit)
     plans = {name: among(names, choose) for name, choose in WAYS.items()}
     plans |= {name: among((name,), by_name("single")) for name in (names[0], ONE_CORE)}
-    setting = Setting(MODEL, SHAPE, batch, devices)
+    setting = Setting(MODEL, SHAPE, batch, devices, names)
     raced, chosen, conditions = laps(setting, core, dilation, plans, (), rounds, tell)
     found = {lap.name: lap for lap in raced}
     alone = found.pop(ONE_CORE), found.pop(names[0])
