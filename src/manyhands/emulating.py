@@ -17,7 +17,7 @@ from typing import IO
 
 import tomlkit
 
-from manyhands.emulation.devices import LATENCY_S, Emulation, emulated, require
+from manyhands.emulation.devices import LATENCY_S, Emulation, check, emulated, require
 from manyhands.emulation.names import own_prefix
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, cores_here
@@ -26,6 +26,7 @@ from manyhands.loading import load_cluster
 from manyhands.profiling.device import core_flops_per_s
 
 CLUSTER, AS = "MANYHANDS_CLUSTER", "MANYHANDS_AS"  # where a command finds the cluster, and which device it is
+PLAIN = " `manyhands emulate --plain` runs the command for plain local processes, without limits."
 GRACE_S = 10.0  # for the others to end, after one has ended badly
 
 Tell = Callable[[str, str], None]  # a device and a line that it printed
@@ -34,7 +35,8 @@ Tell = Callable[[str, str], None]  # a device and a line that it printed
 def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tell) -> list[Outcome]:
     """The command on every device at once. Raises RunError when one needed more memory than it has."""
     read = load_cluster(cluster, None)
-    require()
+    check(read)
+    require(PLAIN)
     _refuse_missing(command)
     tell("", f"how fast {cores_here()} busy cores of this machine are, for about 12 s ...")
     core = core_flops_per_s()

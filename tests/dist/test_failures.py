@@ -1,4 +1,4 @@
-"""A device that dies or freezes ends the run everywhere, soon, with its name, and leaves no process behind."""
+"""A device that dies or freezes ends the run everywhere, soon, with its name, and leaves no process."""
 
 import os
 import signal

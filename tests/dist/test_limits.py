@@ -78,7 +78,7 @@ def test_a_group_has_its_part_of_a_core_and_no_more(cores: float) -> None:
 @needs_root
 @pytest.mark.parametrize(("cores", "period_us"), [(0.9, 5_000), (0.2, 5_000), (0.1, 10_000), (0.05, 20_000)])
 def test_periods_are_short(cores: float, period_us: int) -> None:
-    """A device stands still for the rest of its period, so a long one would add its length to every message."""
+    """A device stands still for the rest of its period: a long one would add its length to every message."""
     with cgroups.limited("part", cores=cores) as group:
         (folder,) = group.folders
         file = "cpu.cfs_period_us" if (folder / "cpu.cfs_period_us").exists() else "cpu.max"

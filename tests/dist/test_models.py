@@ -46,7 +46,8 @@ STRATEGIES = {
     3: ("batch", "rows", "channels"),
     4: ("channels", "batch:2,rows:2", "grid", "rows", "rows:2,channels:2"),
 }
-IN_FLIGHT = {2: 4 << 20, 3: 16 << 20, 4: 64 << 20}  # bytes; with more than the first, a step leaves weights to the next
+# Bytes; with more than the first, a step leaves weights to the next.
+IN_FLIGHT = {2: 4 << 20, 3: 16 << 20, 4: 64 << 20}
 
 
 def prove_on_two_three_and_four(cases: tuple[tuple[str, str], ...]) -> None:

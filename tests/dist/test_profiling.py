@@ -87,7 +87,8 @@ def test_a_throttled_device_ends_it_with_the_reason() -> None:
         "mount -t tmpfs none /sys/class/thermal",
         f"mkdir {zone}",
         f"cd {zone}",
-        "echo 84500 > temp; echo cpu-thermal > type; echo passive > trip_point_0_type; echo 80000 > trip_point_0_temp",
+        "echo 84500 > temp; echo cpu-thermal > type",
+        "echo passive > trip_point_0_type; echo 80000 > trip_point_0_temp",
     ]
     shell = ("unshare", "--mount", "sh", "-ec", "\n".join([*lines, 'exec "$@"']), "sh")
     if subprocess.run([*shell, "true"], capture_output=True).returncode != 0:
@@ -108,9 +109,7 @@ def test_one_queue_for_all_is_a_shared_medium_of_that_rate(island: tuple[str, ..
     assert facts["together"]["bytes_per_s"] == pytest.approx(LIMIT, rel=0.15)
 
 
-def test_two_machines_behind_a_switch_are_measured(
-    machines: tuple[Machine, Machine], tmp_path: Path
-) -> None:
+def test_two_machines_behind_a_switch_are_measured(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     """Each machine's way out is limited by itself. The first device writes the file; both tell the same."""
     for machine in machines:
         limit_rate(machine.inside, CABLE)

@@ -1,4 +1,4 @@
-"""Large patient messages go over connections of their own, and wait for others where the system sorts them."""
+"""Large patient messages go over connections of their own, and wait for others where they are sorted."""
 
 from __future__ import annotations
 

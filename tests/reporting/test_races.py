@@ -12,6 +12,7 @@ from rich.console import Console
 
 from manyhands.benches import peers, scaling, tiled, unequal
 from manyhands.benches.emulated import Choose, Conditions, Lap, Setting
+from manyhands.emulation import devices
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of
@@ -25,7 +26,14 @@ CONDITIONS = Conditions(2.0, CORE)
 def cell(model: str, **seconds: float) -> peers.Cell:
     names = {"auto": "auto", "one": peers.ONE, "ddp": peers.DDP, "last": CHANNELS_LAST}
     found = tuple(Lap(names[key], value) for key, value in seconds.items())
-    return peers.Cell(model, 100.0, found, peers.ALWAYS)
+    return peers.Cell(model, 100.0, found, peers.ALWAYS, (), CONDITIONS)
+
+
+def printed(table: object) -> str:
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(table)
+    return " ".join(captured.get().split())
 
 
 @pytest.mark.parametrize(
@@ -47,6 +55,9 @@ def test_a_peer_that_was_not_raced_is_not_beaten() -> None:
     verdicts = cell("vgg16-bn", auto=1.0, one=2.1).verdicts
     assert [verdict.reached for verdict in verdicts] == [True, None, True]
     assert "as DistributedDataParallel: 4 required, NOT MEASURED" in str(verdicts[1])
+    slow = cell("vgg16-bn", auto=1.0, one=1.9)
+    assert cell("vgg16-bn", auto=1.0, one=2.1).within is None and slow.within is False
+    assert "NOT ALL MEASURED" in printed(peers.table((cell("vgg16-bn", auto=1.0, one=2.1),)))
 
 
 def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +100,13 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
     assert times == {peers.ONE: 3.0, f"{peers.DDP} (not exact)": 9.0}
     with pytest.raises(RequestError, match="resnet81 is not one of"):
         run("resnet81")
+    monkeypatch.setattr(peers, "core_speed", lambda _: 2 * CORE)
+    with pytest.raises(RequestError, match="measured on cores of 50 GFLOP/s, these have 100"):
+        run("unet")
+    for kept in tmp_path.iterdir():
+        kept.write_text("{")
+    with pytest.raises(RequestError, match="is not a cell that was kept .*: delete it"):
+        run("unet")
 
 
 def unequal_result(
@@ -136,6 +154,7 @@ def test_each_limit_of_the_tiled_setting_can_fail_it(
 def test_what_was_not_measured_is_said_so() -> None:
     result = tiled.Result((tiled_row(6, 1.3, 25.0), tiled_row(2, 1.0)), ())
     assert [verdict.reached for verdict in result.verdicts] == [None, True, None, None]
+    assert result.within is None and tiled.Result((tiled_row(2, 9.0),), ()).within is False
     assert sum("NOT MEASURED" in str(verdict) for verdict in result.verdicts) == 3
     assert tiled.Result((tiled_row(6, 1.3, 25.0),), ()).within is None  # neither good nor bad
 
@@ -143,7 +162,7 @@ def test_what_was_not_measured_is_said_so() -> None:
 # ---- the benches from end to end, with seconds that are given -------------------------------------------
 
 GIVEN = {
-    **{"auto": 1.2, "per layer": 2.0, "all fused": 3.0, "pi-0": 6.0, tiled.ONE_CORE: 24.0, "one": 3.6},
+    **{"auto": 1.2, "per layer": 2.0, "all fused": 3.0, "pi-0": 6.0, tiled.ONE_CORE: 24.0},
     **{unequal.ALONE: 1.5, unequal.ALL: 1.3, "equal batch": 4.0, "equal rows": 5.0},
     **{peers.ONE: 2.4, CHANNELS_LAST: 1.8, peers.DDP: 9.0},
 }
@@ -173,13 +192,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def printed(table: object) -> str:
-    console = Console(width=300)
-    with console.capture() as captured:
-        console.print(table)
-    return " ".join(captured.get().split())
-
-
 def test_the_tiled_setting_from_end_to_end(given: pytest.MonkeyPatch) -> None:
     given.setattr(tiled, "SHAPE", (3, 64, 64))
     given.setattr(
@@ -194,27 +206,32 @@ def test_the_tiled_setting_from_end_to_end(given: pytest.MonkeyPatch) -> None:
     text = printed(tiled.table(result))
     assert "20.0x" in text and "2 times as fast as asked for, on cores of 50 GFLOP/s" in text
     assert json.loads(json.dumps(tiled.to_json(result)))["within"] == result.within
+    assert text.count("Mbit/s: 6.00 times less") == 2
     assert tiled.bars(result)["2 x batch 8\n100 Mbit/s"]["per layer"] == 12.0
 
 
 def test_unequal_devices_from_end_to_end(given: pytest.MonkeyPatch) -> None:
     result = unequal.run(100.0, None, 1, lambda _: None)
     assert result.alone_is_chosen and not result.within  # all four took 1.3 s
-    assert "another is faster" in printed(unequal.table(result))
+    assert "0.8667, 1 required: NOT REACHED" in printed(unequal.table(result))
     assert not json.loads(json.dumps(unequal.to_json(result)))["within"]
-    given.setattr(unequal, "laps", lambda *_: (result.laps, {"auto": None}, CONDITIONS))
-    with pytest.raises(RunError, match="no plan could be made for all four"):
+    given.setattr(
+        unequal, "laps", lambda *_: (result.laps, {"auto": None}, Conditions(1.0, CORE, ("why not",)))
+    )
+    with pytest.raises(RunError, match="without all four, .* there is nothing to compare with: why not"):
         unequal.run(100.0, None, 1, lambda _: None)
 
 
 def test_scaling_from_end_to_end(given: pytest.MonkeyPatch) -> None:
     given.setattr(scaling, "SIMULATED", (2, 4))
+    given.setitem(GIVEN, scaling.ONE, 3.6)
     rows = scaling.run((1, 2), 4, 1000.0, None, 1, lambda _: None)
     assert [(row.devices, row.batch) for row in rows] == [(1, 4), (2, 8), (2, 8), (4, 16)]
     assert rows[1].efficiency == pytest.approx(1.5) and rows[2].conditions is None
     assert 0 < rows[3].efficiency < 1
     assert scaling.bars(rows)["2"].keys() == {"measured, auto", "simulated, batch"}
-    assert "measured, auto" in printed(scaling.table(rows))
+    text = printed(scaling.table(rows))
+    assert "measured, auto" in text and "1.20-1.20 s" in text and "3.60-3.60 s" in text
 
 
 def test_a_race_that_is_lost_ends_with_1_and_one_without_a_verdict_with_0(
@@ -224,8 +241,8 @@ def test_a_race_that_is_lost_ends_with_1_and_one_without_a_verdict_with_0(
     plot = tmp_path / "race.png"
     won = in_process("bench", "peers", "--models", "resnet18", "--rates", "100", "--against", peers.DDP)
     assert won.returncode == 0 and "reached" in won.stdout and "NOT" not in won.stdout
-    lost = in_process("bench", "tiled", "--devices", "2", "--json", "--plot", str(plot))
-    assert lost.returncode == 0 and json.loads(lost.stdout)["within"] and plot.is_file()
+    partly = in_process("bench", "tiled", "--devices", "2", "--json", "--plot", str(plot))
+    assert partly.returncode == 0 and json.loads(partly.stdout)["within"] is None and plot.is_file()
     given.setitem(GIVEN, "auto", 5.0)
     assert in_process("bench", "tiled", "--devices", "2").returncode == 1
     assert in_process("bench", "tiled", "--devices", "3").returncode == 0  # of three nothing is required
@@ -258,3 +275,15 @@ def test_a_mistake_is_told_before_anything_is_timed(
         given.setattr(module, "core_speed", lambda _: pytest.fail("it began"))
     ended = in_process("bench", *words)
     assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_emulated_is_told_before_the_first_race(given: pytest.MonkeyPatch) -> None:
+    """Of 40 devices one core would get less than the kernel keeps."""
+    given.setattr(devices, "cores_here", lambda: 2)
+    for module in (scaling, tiled):
+        given.setattr(module, "laps", lambda *_: pytest.fail("it began"))
+    for words in (("tiled", "--devices", "2,40"), ("scaling", "--devices", "2,100")):
+        ended = in_process("bench", *words)
+        assert ended.returncode == 2 and "which the kernel cannot keep" in ended.stderr
+    ended = in_process("bench", "tiled", "--devices", "2,6", "--dilate", "7")
+    assert ended.returncode == 2 and "fast enough for" in ended.stderr

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import Any
 
 from manyhands import api
-from manyhands.emulation.devices import Emulation, emulated, require
+from manyhands.emulation.devices import Emulation, emulated, parts, require
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.geometry import Axis
@@ -21,6 +22,7 @@ from manyhands.racing import RaceJob, foreseeable, race
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
 Tell = Callable[[str], None]
 LOSS = tuple(Axis)  # a mean of squares, which every device evaluates on its own tile, as peers do
+AUTO = "auto"
 TRIED = 6  # plans of auto, the most
 TRIAL_ROUNDS, FINAL_ROUNDS = 3, 5
 CLEARLY = 0.95  # of the time of the plan that was chosen: what it takes to win a trial
@@ -39,14 +41,18 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of a race: how many times as fast as asked for all was, and operations a second of a core here."""
+    """Of a race: how many times as fast as asked for all was, operations a second of a core here, and why
+    which contestants could not take part.
+    """
 
     dilation: float
     core_flops_per_s: float
+    refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         core = f"cores of {self.core_flops_per_s / 1e9:.0f} GFLOP/s"
-        return f"measured {self.dilation:.3g} times as fast as asked for, on {core}, without limits of memory"
+        text = f"measured {self.dilation:.3g} times as fast as asked for, on {core}, without limits of memory"
+        return "; ".join((text, *self.refused))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +70,21 @@ class Verdict:
     def __str__(self) -> str:
         if self.seen is None:
             return f"{self.what}: {self.required:g} required, NOT MEASURED"
-        said = "reached" if self.reached else "NOT REACHED"
-        return f"{self.what}: {self.seen:.3g}, {self.required:g} required: {said}"
+        return f"{self.what}: {self.seen:.4g}, {self.required:g} required: {SAID[self.reached]}"
+
+
+SAID = {True: "reached", False: "NOT REACHED", None: "NOT ALL MEASURED"}
 
 
 def all_reached(verdicts: Sequence[Verdict]) -> bool | None:
-    """None where nothing that is required was measured."""
-    known = [verdict.reached for verdict in verdicts if verdict.reached is not None]
-    return all(known) if known else None
+    """None where something that is required was not measured, and the rest was reached."""
+    known = {verdict.reached for verdict in verdicts}
+    return False if False in known else None if None in known or not known else True
+
+
+def verdicts_to_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    each = [asdict(verdict) | {"reached": verdict.reached} for verdict in verdicts]
+    return {"verdicts": each, "within": all_reached(verdicts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,12 @@ def core_speed(tell: Tell) -> float:
     require()
     tell("how fast this machine's cores are while all are busy")
     return core_flops_per_s()
+
+
+def check_settings(settings: Iterable[Setting], core: float, dilation: float | None) -> None:
+    """Before the first of them is raced: can this machine emulate the devices of all?"""
+    for setting in settings:
+        parts(setting.cluster, core, dilation)
 
 
 def cluster(flops_per_s: Mapping[str, float], mbit: float) -> Cluster:
@@ -177,7 +196,8 @@ def laps(
 ) -> tuple[tuple[Lap, ...], dict[str, Plan], Conditions]:
     """Every contestant's usual step, all in turns, the plans by name, and how it was measured.
 
-    Plans that cannot be made are left out and told. `sources`: folders with packages that peers need.
+    A plan that cannot be made is left out, and why is noted; but not without `auto`, which everything is
+    compared with. `sources`: folders with packages that peers need.
     """
     model, inputs, batch = setting.model, (setting.shape,), setting.batch
     graph = graph_of(model, inputs, batch)
@@ -185,11 +205,14 @@ def laps(
         tell("how long layers take")
         cluster = foreseeable(model, inputs, batch, emulation, setting.sharing or setting.cluster.names)
         found: dict[str, Sequence[Plan]] = {}
+        refused = []
         for name, choose in plans.items():
             try:
                 found[name] = choose(graph, cluster)
             except RequestError as error:
-                tell(f"{name}: {error}")
+                refused.append(f"{name} is left out: {error}")
+                if name == AUTO:
+                    raise RequestError(f"there is no plan to race with: {error}") from None
         job = RaceJob(model, inputs, batch, (), peers, rounds, sources)
         chosen = {name: _fastest(some, job, emulation, tell) for name, some in found.items()}
         tell("the race")
@@ -204,7 +227,7 @@ def laps(
         tried = len(found.get(name, [0]))
         each = tuple(factor * seconds for seconds in raced.seconds)
         result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each))
-    return tuple(result), chosen, Conditions(factor, core)
+    return tuple(result), chosen, Conditions(factor, core, tuple(refused))
 
 
 def _fastest(plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from rich.table import Table
 
 from manyhands.benches.emulated import (
+    SAID,
     Choose,
     Conditions,
     Lap,
@@ -24,6 +26,7 @@ from manyhands.benches.emulated import (
     core_speed,
     laps,
     tell_at,
+    verdicts_to_json,
 )
 from manyhands.errors import RequestError
 from manyhands.ir.codec import decode, encode
@@ -41,6 +44,7 @@ MODELS = {
     "mobilenetv2": ((3, 224, 224), 8),
 }
 QUICK = (("resnet18", 100.0), ("vgg16-bn", 100.0))
+ALIKE = 1.3  # times as fast as each other, at most, are cores that cells of one table are measured on
 NOISE = 0.97  # of the fastest exact peer's speed
 DDP = "DistributedDataParallel"
 ONE = "one device"
@@ -77,7 +81,7 @@ class Cell:
 
     @property
     def within(self) -> bool | None:
-        """Is nothing that was measured below what is required?"""
+        """Is all that is required reached?"""
         return all_reached(self.verdicts)
 
 
@@ -113,11 +117,11 @@ def run(
         _make_folder(keep)
     core, cells = core_speed(tell), []
     for model, mbit in wanted:
-        rivals = "-".join((*peers, wire or ""))
-        setting = f"{model}-{mbit:g}-{GFLOPS:g}-{dilation or 0:g}-{rounds}-{rivals}"
-        file = None if keep is None else keep / f"{setting.rstrip('-').replace(' ', '_')}.json"
+        rivals = "-".join((*peers, *(Path(source).name for source in sources), wire or ""))
+        setting = f"{model}-{mbit:g}-{GFLOPS:g}-{dilation or 0:g}-{rounds}-{rivals}-{version('manyhands')}"
+        file = None if keep is None else keep / f"{setting.replace(' ', '_')}.json"
         if file is not None and file.is_file():
-            cells.append(decode(Cell, json.loads(file.read_text())))
+            cells.append(_kept(file, core))
             continue
         ours: dict[str, Choose] = {"auto": auto}
         if wire is not None:
@@ -130,6 +134,21 @@ def run(
             part.write_text(json.dumps(encode(cell)))
             part.replace(file)
     return tuple(cells)
+
+
+def _kept(file: Path, core: float) -> Cell:
+    """A cell of an earlier run, on a machine as fast as this."""
+    try:
+        cell = decode(Cell, json.loads(file.read_text()))
+    except (OSError, ValueError, RequestError) as error:
+        raise RequestError(f"{file} is not a cell that was kept ({error}): delete it.") from None
+    was = cell.conditions.core_flops_per_s if cell.conditions else core
+    if not was / ALIKE < core < was * ALIKE:
+        raise RequestError(
+            f"{file} was measured on cores of {was / 1e9:.0f} GFLOP/s, these have {core / 1e9:.0f}: "
+            "delete it, or --keep another folder."
+        )
+    return cell
 
 
 def _make_folder(folder: Path) -> None:
@@ -165,12 +184,7 @@ def _cell(
 
 
 def to_json(cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
-    return [
-        asdict(cell)
-        | {"faster": _all_faster(cell), "within": cell.within}
-        | {"verdicts": [asdict(verdict) | {"reached": verdict.reached} for verdict in cell.verdicts]}
-        for cell in cells
-    ]
+    return [asdict(cell) | {"faster": _all_faster(cell)} | verdicts_to_json(cell.verdicts) for cell in cells]
 
 
 def _all_faster(cell: Cell) -> dict[str, float | None]:
@@ -201,12 +215,11 @@ def table(cells: tuple[Cell, ...]) -> Table:
     table = Table(title="Seconds of a step on four emulated devices; auto is so many times as fast")
     for heading in ("model", "Mbit/s", *names, "plan of auto", "verdict"):
         table.add_column(heading)
-    said = {True: "reached", False: "NOT REACHED", None: "NOT MEASURED"}
     for cell in cells:
         raced = {lap.name: f"{lap.seconds:.2f}{_label(cell, lap)}" for lap in cell.laps}
         plan = next((lap.plan for lap in cell.laps if lap.name == "auto"), "")
         texts = [raced.get(name, "") for name in names]
-        table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, said[cell.within])
+        table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, SAID[cell.within])
     told: list[str] = []
     for cell in cells:
         where = f"{cell.model} at {cell.mbit:g} Mbit/s"
@@ -215,6 +228,7 @@ def table(cells: tuple[Cell, ...]) -> Table:
         told += [f"{where}, a device of {lap.name}: {lap.spent}" for lap in cell.laps if lap.spent]
         if cell.absent:
             told.append(f"{where}: cannot be shared among {DEVICES} by {', '.join(cell.absent)}")
-    told += dict.fromkeys(str(cell.conditions) for cell in cells if cell.conditions)
+        if cell.conditions:
+            told.append(f"{where}: {cell.conditions}")
     table.caption = "\n".join(told)
     return table

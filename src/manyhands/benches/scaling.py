@@ -10,12 +10,15 @@ from rich.table import Table
 
 from manyhands import api
 from manyhands.benches.emulated import (
+    AUTO,
     Conditions,
+    Lap,
     Setting,
     Tell,
     among,
     auto,
     by_name,
+    check_settings,
     cluster,
     core_speed,
     laps,
@@ -27,6 +30,7 @@ from manyhands.planning.simulation import simulate
 
 MODEL, SHAPE = "resnet18", (3, 224, 224)
 BOARD = "raspberry-pi-4"
+ONE = "one device"
 LATENCY_S = 0.5e-3  # of simulated messages, as cluster files have it that say none
 SIMULATED = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -37,10 +41,9 @@ class Row:
 
     devices: int
     batch: int
-    seconds: float
-    one_s: float  # of the same batch on one device
+    auto: Lap
+    one: Lap  # the same batch on one device
     conditions: Conditions | None = None  # where it was measured; else it is simulated
-    spread: str = ""
 
     @property
     def how(self) -> str:
@@ -49,22 +52,21 @@ class Row:
     @property
     def efficiency(self) -> float:
         """The ideal time over this one."""
-        return self.one_s / self.devices / self.seconds
+        return self.one.seconds / self.devices / self.auto.seconds
 
 
 def run(
     counts: tuple[int, ...], each: int, mbit: float, dilation: float | None, rounds: int, tell: Tell
 ) -> tuple[Row, ...]:
     core, speed, rows = core_speed(tell), 1e9 * BOARDS[BOARD].gflops, []
-    for count in counts:
-        devices = cluster({f"pi-{i}": speed for i in range(count)}, mbit)
-        plans = {"auto": auto, "one": among(("pi-0",), by_name("single"))}
-        setting = Setting(MODEL, SHAPE, each * count, devices)
+    devices = {count: cluster({f"pi-{i}": speed for i in range(count)}, mbit) for count in counts}
+    settings = {count: Setting(MODEL, SHAPE, each * count, some) for count, some in devices.items()}
+    check_settings(settings.values(), core, dilation)
+    plans = {AUTO: auto, ONE: among(("pi-0",), by_name("single"))}
+    for count, setting in settings.items():
         telling = partial(tell_at, tell, f"{count} devices")
-        found, _, conditions = laps(setting, core, dilation, plans, (), rounds, telling)
-        raced = {lap.name: lap for lap in found}
-        ours, alone = raced["auto"], raced["one"].seconds
-        rows.append(Row(count, each * count, ours.seconds, alone, conditions, ours.spread))
+        (ours, alone), _, conditions = laps(setting, core, dilation, plans, (), rounds, telling)
+        rows.append(Row(count, setting.batch, ours, alone, conditions))
     for count in SIMULATED:
         tell(f"{count} devices, simulated")
         rows.append(_simulated(count, each * count, mbit, speed))
@@ -80,7 +82,7 @@ def _simulated(count: int, batch: int, mbit: float, speed: float) -> Row:
         simulate(api.lower(graph, api.plan(graph, some, strategy)), some, memory=False).cost.seconds
         for some, strategy in ((devices, "batch"), (alone, "single"))
     )
-    return Row(count, batch, seconds, one_s)
+    return Row(count, batch, Lap(AUTO, seconds, layouts="batch"), Lap(ONE, one_s))
 
 
 def to_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
@@ -97,11 +99,22 @@ def bars(rows: tuple[Row, ...]) -> dict[str, dict[str, float]]:
 
 def table(rows: tuple[Row, ...]) -> Table:
     table = Table(title=f"{MODEL} at {SHAPE[1]} on Raspberry Pi 4, emulated or by simulation")
-    for heading in ("devices", "batch", "a step", "between", "one device", "efficiency", ""):
+    for heading in (
+        "devices",
+        "batch",
+        "a step",
+        "between",
+        "one device",
+        "between",
+        "efficiency",
+        "",
+        "plan",
+    ):
         table.add_column(heading)
     for row in rows:
-        seconds = (f"{row.seconds:.2f} s", row.spread, f"{row.one_s:.2f} s")
-        table.add_row(str(row.devices), str(row.batch), *seconds, f"{row.efficiency:.0%}", row.how)
+        seconds = [text for lap in (row.auto, row.one) for text in (f"{lap.seconds:.2f} s", lap.spread)]
+        words = (*seconds, f"{row.efficiency:.0%}", row.how, row.auto.plan)
+        table.add_row(str(row.devices), str(row.batch), *words)
     told = [f"{row.devices} devices: {row.conditions}" for row in rows if row.conditions]
     told.append(f"simulated: by nominal speeds, {1e3 * LATENCY_S:g} ms a message; nothing of it was measured")
     table.caption = "\n".join(told)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from rich.table import Table
 
 from manyhands import api
 from manyhands.benches.emulated import (
+    AUTO,
     Choose,
     Conditions,
     Lap,
@@ -20,10 +22,12 @@ from manyhands.benches.emulated import (
     among,
     auto,
     by_name,
+    check_settings,
     cluster,
     core_speed,
     laps,
     tell_at,
+    verdicts_to_json,
 )
 from manyhands.emulation.boards import BOARDS
 from manyhands.ir.plan import Plan
@@ -61,7 +65,7 @@ class Row:
 
     @property
     def auto(self) -> Lap:
-        return next(lap for lap in self.ways if lap.name == "auto")
+        return next(lap for lap in self.ways if lap.name == AUTO)
 
     @property
     def best_s(self) -> float:
@@ -118,12 +122,12 @@ class Result:
 
     @property
     def within(self) -> bool | None:
-        """Is nothing that was measured below what is required?"""
+        """Is all that is required reached?"""
         return all_reached(self.verdicts)
 
 
 WAYS: dict[str, Choose] = {
-    "auto": auto,
+    AUTO: auto,
     "per layer": by_name("rows"),
     "all fused": by_name("rows", fuse=()),  # cut once for the whole network: exchanged only in the end
 }
@@ -140,32 +144,36 @@ def run(
 ) -> Result:
     core = core_speed(tell)
     plans: dict[Row, Plan] = {}
-    for count in counts:
-        for batch in batches:
-            for mbit in rates:
-                telling = partial(tell_at, tell, f"{count} devices, batch {batch}, {mbit:g} Mbit/s")
-                row, plan = _row(count, batch, mbit, core, dilation, rounds, telling)
-                plans[row] = plan
+    settings = {case: _setting(*case) for case in product(counts, batches, rates)}
+    check_settings(settings.values(), core, dilation)
+    for (_, _, mbit), setting in settings.items():
+        row, plan = _row(setting, mbit, core, dilation, rounds, tell)
+        plans[row] = plan
     result = Result(tuple(plans), ())
     best = (result.best(count, mbit) for count in counts for mbit in rates if memory)
     found = [_memory(row, plans[row], tell) for row in best if row is not None]
     return replace(result, memory=tuple(found))
 
 
-def _row(
-    count: int, batch: int, mbit: float, core: float, dilation: float | None, rounds: int, tell: Tell
-) -> tuple[Row, Plan]:
-    """The race, and what the planner's own plan was in it."""
+def _setting(count: int, batch: int, mbit: float) -> Setting:
     speed = 1e9 * BOARDS["raspberry-pi-3"].gflops
     names = tuple(f"pi-{i}" for i in range(count))
     devices = cluster(dict.fromkeys(names, speed) | {ONE_CORE: speed / CORES}, mbit)
+    return Setting(MODEL, SHAPE, batch, devices, names)
+
+
+def _row(
+    setting: Setting, mbit: float, core: float, dilation: float | None, rounds: int, tell: Tell
+) -> tuple[Row, Plan]:
+    """The race, and what the planner's own plan was in it."""
+    names, batch = setting.sharing, setting.batch
+    telling = partial(tell_at, tell, f"{len(names)} devices, batch {batch}, {mbit:g} Mbit/s")
     plans = {name: among(names, choose) for name, choose in WAYS.items()}
     plans |= {name: among((name,), by_name("single")) for name in (names[0], ONE_CORE)}
-    setting = Setting(MODEL, SHAPE, batch, devices, names)
-    raced, chosen, conditions = laps(setting, core, dilation, plans, (), rounds, tell)
+    raced, chosen, conditions = laps(setting, core, dilation, plans, (), rounds, telling)
     found = {lap.name: lap for lap in raced}
     alone = found.pop(ONE_CORE), found.pop(names[0])
-    return Row(count, batch, mbit, *alone, tuple(found.values()), conditions), chosen["auto"]
+    return Row(len(names), batch, mbit, *alone, tuple(found.values()), conditions), chosen[AUTO]
 
 
 def _memory(row: Row, plan: Plan, tell: Tell) -> Memory:
@@ -182,8 +190,7 @@ def _memory(row: Row, plan: Plan, tell: Tell) -> Memory:
 def to_json(result: Result) -> dict[str, Any]:
     rows = [asdict(r) | {"over_one_core": r.over_one_core, "of_ideal": r.of_ideal} for r in result.rows]
     memory = [asdict(m) | {"less": m.less} for m in result.memory]
-    verdicts = [asdict(v) | {"reached": v.reached} for v in result.verdicts]
-    return {"rows": rows, "memory": memory, "verdicts": verdicts, "within": result.within}
+    return {"rows": rows, "memory": memory} | verdicts_to_json(result.verdicts)
 
 
 def bars(result: Result) -> dict[str, dict[str, float]]:
@@ -215,9 +222,12 @@ def table(result: Result) -> Table:
     for row in result.rows:
         where = f"{row.devices} devices, batch {row.batch}, {row.mbit:g} Mbit/s"
         told.append(f"{where}: {row.conditions}")
-        told += [f"{where}, {lap.name}: {lap.spread}; a device spends {lap.spent}" for lap in row.ways]
+        for lap in (row.one_core, row.one_device, *row.ways):
+            told.append(f"{where}, {lap.name}: {lap.spread}; a device spends {lap.spent}")
     if result.memory:
-        parts = [f"{m.devices}, batch {m.batch}: {m.less:.2f} times less" for m in result.memory]
+        parts = [
+            f"{m.devices}, batch {m.batch}, {m.mbit:g} Mbit/s: {m.less:.2f} times less" for m in result.memory
+        ]
         told.append(
             "growth of the fullest of so many plain local processes in a step, by auto, "
             f"memory handed back at once as under a limit: {', '.join(parts)}"

@@ -8,16 +8,20 @@ from typing import Any
 from rich.table import Table
 
 from manyhands.benches.emulated import (
+    AUTO,
     Conditions,
     Lap,
     Setting,
     Tell,
+    Verdict,
+    all_reached,
     among,
     by_name,
     cluster,
     core_speed,
     laps,
     untried,
+    verdicts_to_json,
     with_all,
 )
 from manyhands.emulation.boards import BOARDS
@@ -42,40 +46,43 @@ class Result:
         return next(lap.seconds for lap in self.laps if lap.name == name)
 
     @property
-    def over_equal(self) -> float:
-        """How many times as fast as the better of the equal shares `auto` is."""
-        equal = [lap.seconds for lap in self.laps if lap.name.startswith("equal")]
-        return min(equal) / self.seconds("auto")
-
-    @property
-    def over_alone(self) -> float:
-        return self.seconds(ALONE) / self.seconds("auto")
-
-    @property
     def alone_is_chosen(self) -> bool:
         return self.chosen == (FAST,)
 
     @property
-    def within(self) -> bool:
-        if self.alone_is_chosen:  # which has to be better than the best that all of them can do
-            return self.seconds(ALONE) == min(lap.seconds for lap in self.laps if lap.name != "auto")
-        return self.over_equal >= OVER_EQUAL and self.over_alone > 1
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Of everything that is required, which depends on what the planner says."""
+        equal = min(lap.seconds for lap in self.laps if lap.name.startswith("equal"))
+        if self.alone_is_chosen:
+            rest = min(equal, self.seconds(ALL)) / self.seconds(ALONE)
+            return (
+                Verdict(
+                    "the Pi 5 alone, as the planner says: times as fast as the best of all four", 1, rest
+                ),
+            )
+        ours = self.seconds(AUTO)
+        over_equal = Verdict("times as fast as the better of equal shares", OVER_EQUAL, equal / ours)
+        return over_equal, Verdict("times as fast as the Pi 5 alone", 1, self.seconds(ALONE) / ours)
+
+    @property
+    def within(self) -> bool | None:
+        return all_reached(self.verdicts)
 
 
 def run(mbit: float, dilation: float | None, rounds: int, tell: Tell) -> Result:
     speeds = {name: 1e9 * BOARDS[board].gflops for name, board in DEVICES.items()}
-    plans = {"auto": untried, ALONE: among((FAST,), by_name("single")), ALL: with_all}
+    plans = {AUTO: untried, ALONE: among((FAST,), by_name("single")), ALL: with_all}
     plans |= {f"equal {name}": by_name(name) for name in EQUAL}
     setting = Setting(MODEL, SHAPE, BATCH, cluster(speeds, mbit))
     found, chosen, conditions = laps(setting, core_speed(tell), dilation, plans, (), rounds, tell)
     if missing := plans.keys() - chosen.keys():
-        raise RunError(f"no plan could be made for {', '.join(sorted(missing))}: nothing to compare with.")
-    return Result(mbit, found, chosen["auto"].devices, conditions)
+        why = "; ".join(conditions.refused)
+        raise RunError(f"without {', '.join(sorted(missing))} there is nothing to compare with: {why}")
+    return Result(mbit, found, chosen[AUTO].devices, conditions)
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    more = {"over_equal": result.over_equal, "over_alone": result.over_alone, "within": result.within}
-    return asdict(result) | more
+    return asdict(result) | verdicts_to_json(result.verdicts)
 
 
 def bars(result: Result) -> dict[str, dict[str, float]]:
@@ -91,13 +98,5 @@ def table(result: Result) -> Table:
     for lap in result.laps:
         foreseen = "" if lap.foreseen_s is None else f"{lap.foreseen_s:.2f} s"
         table.add_row(lap.name, f"{lap.seconds:.2f} s", lap.spread, foreseen, lap.layouts)
-    if result.alone_is_chosen:
-        said = "the planner says that the Pi 5 alone is best; "
-        said += "so it is" if result.within else "another is faster"
-    else:
-        said = (
-            f"auto is {result.over_equal:.2f} times as fast as equal shares (required {OVER_EQUAL:g}) and "
-            f"{result.over_alone:.2f} times as fast as the Pi 5 alone"
-        )
-    table.caption = f"{result.conditions}\n{said}"
+    table.caption = "\n".join((str(result.conditions), *map(str, result.verdicts)))
     return table

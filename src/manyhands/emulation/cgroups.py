@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
-from manyhands.errors import RequestError
+from manyhands.errors import RequestError, RunError
 
 ROOT = Path("/sys/fs/cgroup")
 PERIOD_US, LONGEST_US = 5_000, 20_000  # of time: whoever has had its part waits for so long at most
@@ -135,9 +135,9 @@ def _remove(folder: Path) -> None:
             return
         except FileNotFoundError:
             return
-        except OSError:
+        except OSError as error:
             if time.monotonic() > deadline:
-                raise
+                raise RunError(f"the control group {folder} does not go: {error.strerror}.") from None
             time.sleep(0.02)
 
 

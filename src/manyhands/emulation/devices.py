@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -13,13 +11,13 @@ from pathlib import Path
 
 from manyhands.emulation import cgroups, network
 from manyhands.emulation.names import FAMILY, is_leftover
+from manyhands.emulation.stopping import unstopped
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import DELAY, Cluster, cores_here
 
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
 NO_GPU = "CUDA_VISIBLE_DEVICES="  # small devices are emulated by their processors alone
 MOST_BYTES_PER_S = 3e9  # over a wire: about what a core carries, and less than tbf can count
-ENDING = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 
 
@@ -64,10 +62,10 @@ def why_not() -> str | None:
     return network.why_not() or cgroups.why_not(kinds=("memory", "cpu")) or lacking
 
 
-def require() -> None:
+def require(otherwise: str = "") -> None:
     """Raises RequestError where devices cannot be emulated; else what a killed run left is removed."""
     if reason := why_not():
-        raise RequestError(f"{reason}. Run it as root; `manyhands emulate --plain` has no limits.")
+        raise RequestError(f"devices cannot be emulated here: {reason}.{otherwise}")
     remove_leftovers()
 
 
@@ -92,8 +90,37 @@ def dilation_for(cluster: Cluster, core_flops_per_s: float, cores: int) -> float
 def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None = None) -> Iterator[Emulation]:
     """The devices, up; they go in the end. Without a dilation, as fast as this machine can."""
     require()
+    factor, cores = parts(cluster, core_flops_per_s, dilation)
+    fast = _faster(cluster, factor)
+    stack = ExitStack()
+    try:
+        with unstopped():
+            rates = {device.name: fast.bytes_per_s for device in fast.devices}
+            wires = stack.enter_context(network.wired(rates, fast.latency_s))
+            groups = {
+                device.name: stack.enter_context(
+                    cgroups.limited(device.name, memory_bytes=device.memory_bytes, cores=cores[device.name])
+                )
+                for device in fast.devices
+            }
+        held_back_s = 0.0 if wires.delayed else max(fast.latency_s - LATENCY_S, 0.0)
+        yield Emulation(fast, factor, cores, wires, groups, held_back_s)
+    finally:
+        with unstopped():
+            stack.close()
+
+
+def check(cluster: Cluster) -> None:
+    """Raises RequestError for what cannot be emulated whatever the machine."""
     if cluster.links or cluster.shared_bytes_per_s is not None:
         raise RequestError("emulated devices are at one switch: leave out [[link]] and `shared`.")
+
+
+def parts(
+    cluster: Cluster, core_flops_per_s: float, dilation: float | None
+) -> tuple[float, dict[str, float]]:
+    """How many times as fast as asked for, and how much of a core each device gets. Raises RequestError."""
+    check(cluster)
     most = dilation_for(cluster, core_flops_per_s, cores_here())
     factor = most if dilation is None else dilation
     cores = {d.name: factor * d.flops_per_s / core_flops_per_s for d in cluster.devices}
@@ -102,44 +129,14 @@ def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None =
         raise RequestError(f"--dilate {factor:g}: this machine is fast enough for {most:.3g} at most.")
     if cores[slowest] < cgroups.LEAST_CORES:
         least = factor * cgroups.LEAST_CORES / cores[slowest]
-        raise RequestError(
-            f"{slowest} would be {cores[slowest]:.1%} of a core of this machine, which the kernel cannot keep"
-            + (f": use --dilate {least:.2g} or more." if least <= most else ". Leave the fastest device out.")
+        out = (
+            f"use --dilate {least:.2g} or more" if least <= most else "leave the fastest out, or some of them"
         )
-    fast = _faster(cluster, factor)
-    with _own_signals(), ExitStack() as stack:
-        rates = {device.name: fast.bytes_per_s for device in fast.devices}
-        wires = stack.enter_context(network.wired(rates, fast.latency_s))
-        groups = {
-            device.name: stack.enter_context(
-                cgroups.limited(device.name, memory_bytes=device.memory_bytes, cores=cores[device.name])
-            )
-            for device in fast.devices
-        }
-        held_back_s = 0.0 if wires.delayed else max(fast.latency_s - LATENCY_S, 0.0)
-        stack.callback(_be_deaf)  # first of all, in the end
-        yield Emulation(fast, factor, cores, wires, groups, held_back_s)
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """What signals do is as before in the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _be_deaf() -> None:
-    """Being told to end once more does not stop what is taken down already."""
-    if threading.current_thread() is threading.main_thread():
-        for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
+        raise RequestError(
+            f"{slowest} would be {cores[slowest]:.1%} of a core of this machine, "
+            f"which the kernel cannot keep: {out}."
+        )
+    return factor, cores
 
 
 def _faster(cluster: Cluster, factor: float) -> Cluster:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
+import struct
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
+from manyhands.emulation.stopping import unstopped
 from manyhands.errors import RequestError, RunError
 
 NAMESPACES = Path("/run/netns")
@@ -25,15 +23,16 @@ PLUG = "eth0"  # the network device of every emulated device
 BUCKET_S = 0.001  # of a rate that may pass at once: timers of a busy machine come late by as much
 LEAST_BUCKET = 70_000  # bytes: the kernel hands over packets of up to 64 kB and their headers
 TRIES = 20  # to make a namespace
+COPY_ENDED = (RuntimeError, struct.error)  # what pyroute2 raises when a process of its own is no more
 QUEUE_S = 0.4  # after which a packet that waits for its turn is dropped
 
 
 def why_not() -> str | None:
     """Why there are no namespaces to be had here; None where there are."""
     if not hasattr(os, "geteuid") or not Path("/proc/self/ns/net").exists():
-        return "network namespaces are a thing of Linux"
+        return "network namespaces are only to be had on Linux"
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return "network namespaces need root (sudo)"
     if not _capable("CapEff", 12, 21):  # of network administration, and of system administration
         return "network namespaces need root with all its rights, which a container may not have"
     return None
@@ -57,11 +56,12 @@ def wired(bytes_per_s: Mapping[str, float], latency_s: float = 0.0) -> Iterator[
         raise RequestError(f"{reason}.")
     network = Network(tuple(bytes_per_s), own_prefix())
     try:
-        with _quiet_copies(), _made():
+        with unstopped(), _made():
             network.make(bytes_per_s, latency_s)
         yield network
     finally:
-        network.remove()
+        with unstopped():
+            network.remove()
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _made() -> Iterator[None]:
 
     try:
         yield
-    except (OSError, NetlinkError) as error:
+    except (OSError, *COPY_ENDED, NetlinkError) as error:
         raise RequestError(
             f"this kernel does not make the emulated network (namespaces, veth, bridge, tbf): {error}."
         ) from None
@@ -130,29 +130,6 @@ class Network:
             _remove(name)
 
 
-@contextmanager
-def _quiet_copies() -> Iterator[None]:
-    """pyroute2 forks this process and ends the copies: none of them may tidy up what is ours."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:
-            os._exit(128 + number)
-        if callable(before):
-            before(number, frame)
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is end:  # else it is being ended, deaf to more
-            signal.signal(signal.SIGTERM, before)
-
-
 def _shape(route: Any, index: int, bytes_per_s: float) -> None:
     """A rate; who waits for it is sorted as on a Linux machine."""
     bucket = max(int(BUCKET_S * bytes_per_s), LEAST_BUCKET)
@@ -186,7 +163,7 @@ def _create(name: str) -> None:
     from pyroute2 import netns
 
     for _ in range(TRIES):
-        with suppress(FileExistsError, TimeoutError):  # begun, and given up before it was whole
+        with suppress(FileExistsError, TimeoutError, *COPY_ENDED):  # begun, and not made whole
             netns.create(name)
         if os.path.ismount(NAMESPACES / name):
             return

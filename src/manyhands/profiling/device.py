@@ -118,12 +118,13 @@ def busy(num_cores: int) -> Iterator[None]:
 
     try:
         with ThreadPoolExecutor(max(num_cores, 1)) as pool:
-            for _ in range(num_cores):
-                pool.submit(compute)
+            computing = [pool.submit(compute) for _ in range(num_cores)]
             try:
                 yield
             finally:
                 end.set()
+        for each in computing:
+            each.result()  # raises what ended it before its time
     finally:
         torch.set_num_threads(threads)
 
