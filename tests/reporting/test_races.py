@@ -138,8 +138,8 @@ def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row
         ((tiled_row(6, 1.3), tiled_row(2, 3.9)), 5.1, True),  # 18.5 and 6.2 times one core
         ((tiled_row(6, 1.35), tiled_row(2, 3.9)), 5.1, False),  # 17.8: less than 75 % of ideal
         ((tiled_row(6, 1.3), tiled_row(2, 4.1)), 5.1, False),
-        ((tiled_row(6, 1.3), tiled_row(6, 9.0)), 5.1, True),  # the best batch counts
-        ((tiled_row(6, 1.3), tiled_row(6, 9.0, 25.0)), 5.1, True),
+        ((tiled_row(6, 1.3), tiled_row(6, 9.0), tiled_row(2, 3.9)), 5.1, True),  # the best batch counts
+        ((tiled_row(6, 1.3), tiled_row(6, 9.0, 25.0), tiled_row(2, 3.9)), 5.1, True),
         ((tiled_row(6, 1.3),), 4.9, False),
     ],
 )
