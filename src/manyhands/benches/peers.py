@@ -34,7 +34,7 @@ from manyhands.loading import load_model
 from manyhands.peers import CHANNELS_LAST, DISTCONV, PEERS
 
 DEVICES = 4
-GFLOPS = 25.0  # of each: so one alone takes 3.5 s for a step of ResNet-18 and 30 s for one of VGG16-BN
+GFLOPS = 25.0  # of each: so one alone takes 3.5 s for a step of ResNet-18 and 40 s for one of VGG16-BN
 RATES = (1000.0, 100.0, 25.0)  # Mbit/s
 MODELS = {
     "vgg16-bn": ((3, 224, 224), 8),
