@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import queue
 import shutil
 import subprocess
 import tempfile
@@ -30,6 +30,7 @@ PLAIN = " `manyhands emulate --plain` runs the command for plain local processes
 GRACE_S = 10.0  # for the others to end, after one has ended badly
 
 Tell = Callable[[str, str], None]  # a device and a line that it printed
+Happened = queue.Queue[tuple[str | None, float]]  # a device has ended, or (None) nobody listens; and when
 
 
 def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tell) -> list[Outcome]:
@@ -94,7 +95,10 @@ def run_plain(cluster: Path, command: Sequence[str]) -> int:
     with _folder() as folder:
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(read, plain=True))
-        return as_shell(subprocess.call(command, env=os.environ | {CLUSTER: str(path)}))
+        try:
+            return as_shell(subprocess.call(command, env=os.environ | {CLUSTER: str(path)}))
+        except OSError as error:
+            raise RequestError(f"{command[0]} cannot be run: {error.strerror}.") from None
 
 
 def _refuse_missing(command: Sequence[str]) -> None:
@@ -134,22 +138,27 @@ def _run_all(
     emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell
 ) -> dict[str, tuple[int, float]]:
     """By device its exit code, and after how many seconds it ended."""
-    began, ended = time.monotonic(), dict[str, float]()
-    with _started(emulation, command, cluster, tell) as processes:
-        deadline = math.inf
-        while len(ended) < len(processes) and time.monotonic() < deadline:
-            now = time.monotonic()
-            ended |= {n: now - began for n, p in processes.items() if n not in ended and p.poll() is not None}
-            if deadline == math.inf and any(processes[name].returncode for name in ended):
-                deadline = now + GRACE_S
-            time.sleep(0.05)
+    happened, began, ended = Happened(), time.monotonic(), dict[str, float]()
+    with _started(emulation, command, cluster, tell, happened) as processes:
+        deadline: float | None = None
+        while len(ended) < len(processes):
+            try:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0)
+                name, when = happened.get(timeout=left)
+            except queue.Empty:
+                break
+            if name is None:
+                raise RunError("whoever read what it prints has gone, so it stopped.")
+            ended[name] = when - began
+            if deadline is None and processes[name].returncode:
+                deadline = when + GRACE_S
     last = time.monotonic() - began
     return {name: (process.returncode, ended.get(name, last)) for name, process in processes.items()}
 
 
 @contextmanager
 def _started(
-    emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell
+    emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell, happened: Happened
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """The command on each device; what it prints is told line by line. Whatever still runs is ended."""
     processes: dict[str, subprocess.Popen[str]] = {}
@@ -167,7 +176,9 @@ def _started(
                 errors="replace",  # what a command prints need not be text
                 env=environment,
             )
-            reader = threading.Thread(target=_read, args=(name, processes[name].stdout, tell), daemon=True)
+            threading.Thread(target=_await, args=(name, processes[name], happened), daemon=True).start()
+            given = (name, processes[name].stdout, tell, happened)
+            reader = threading.Thread(target=_read, args=given, daemon=True)
             readers.append(reader)
             reader.start()
         yield processes
@@ -185,9 +196,21 @@ def _started(
             reader.join(1.0)
 
 
-def _read(device: str, stream: IO[str], tell: Tell) -> None:
+def _await(device: str, process: subprocess.Popen[str], happened: Happened) -> None:
+    process.wait()
+    happened.put((device, time.monotonic()))
+
+
+def _read(device: str, stream: IO[str], tell: Tell, happened: Happened) -> None:
+    """To the end, also where nobody hears it any more: else whoever prints would wait for ever."""
+    heard = True
     for line in stream:
-        tell(device, line.rstrip())
+        try:
+            if heard:
+                tell(device, line.rstrip())
+        except (OSError, SystemExit):  # rich ends its thread when a pipe is closed
+            heard = False
+            happened.put((None, time.monotonic()))
 
 
 def to_json(outcomes: list[Outcome]) -> list[dict[str, object]]:

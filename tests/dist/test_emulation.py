@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,49 +97,6 @@ def test_a_stopped_run_takes_everything_down(tmp_path: Path, how: signal.Signals
     assert not left_over(process.pid)
 
 
-MAKES = """
-import signal, sys
-from manyhands.emulation import network
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, lambda number, _: sys.exit(number))
-print("begun", flush=True)
-with network.wired({f"d{i}": 1e6 for i in range(60)}):
-    print("whole", flush=True)
-"""
-
-
-@needs_root
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_is_left_of_who_is_ended_while_it_makes_namespaces(how: signal.Signals) -> None:
-    """The signal goes to it and to the copies of it that make them, as from a terminal."""
-    words = (sys.executable, "-c", MAKES)
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    end = time.monotonic() + 30
-    while not any(map(os.path.ismount, network.NAMESPACES.glob(f"{FAMILY}{process.pid}-*"))):
-        assert time.monotonic() < end
-    os.killpg(process.pid, how)
-    assert process.communicate(timeout=60)[0] == "" and process.returncode == how
-    assert not left_over(process.pid)
-
-
-@needs_root
-def test_who_is_told_to_end_while_it_takes_devices_down_ends_when_all_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(self: network.Network) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        remove(self)
-
-    remove = network.Network.remove
-    monkeypatch.setattr(network.Network, "remove", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), devices.emulated(PAIR, FAST):
-        assert left_over(os.getpid())
-    assert signal.getsignal(signal.SIGINT) is before
-    assert not left_over(os.getpid())
-
-
 @needs_root
 def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
     process = asleep(tmp_path)
@@ -187,7 +143,7 @@ def test_a_job_trains_on_emulated_devices_as_it_does_locally(tmp_path: Path) -> 
 FIRST = """
 import os, sys, time
 sys.stdout.buffer.write(b"\\xff is no text\\n")
-time.sleep(1 if os.environ["MANYHANDS_AS"] == "pi-0" else 0)
+time.sleep(0.1 if os.environ["MANYHANDS_AS"] == "pi-0" else 0)
 sys.exit(1 if os.environ["MANYHANDS_AS"] == "pi-0" else 3)
 """
 
@@ -201,6 +157,22 @@ def test_the_exit_code_is_that_of_who_failed_first(tmp_path: Path) -> None:
     ended = {each["device"]: each for each in json.loads(output)}
     assert (ended["pi-0"]["exit_code"], ended["pi-1"]["exit_code"]) == (1, 3)
     assert ended["pi-0"]["seconds"] > ended["pi-1"]["seconds"]
+
+
+TALKS = "import sys\nwhile True:\n    print('still here, ' * 100, flush=True)"
+
+
+@needs_root
+def test_a_run_whose_reader_has_gone_ends(tmp_path: Path) -> None:
+    """As of `manyhands emulate ... | head`."""
+    process = emulate(cluster_file(tmp_path), sys.executable, "-c", TALKS)
+    assert process.stdout is not None and process.stderr is not None
+    while "still here" not in process.stdout.readline():
+        pass
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert process.stderr.read().strip() == "manyhands: whoever read what it prints has gone, so it stopped."
+    assert not left_over(process.pid)
 
 
 # ---- without root -------------------------------------------------------------------------------------
@@ -230,6 +202,15 @@ def test_a_plain_command_that_is_killed_ends_as_a_shell_says(tmp_path: Path) -> 
     process = emulate(cluster_file(tmp_path), sys.executable, "-c", kill, options=("--plain",))
     process.communicate(timeout=60)
     assert process.returncode == 137
+
+
+def test_what_cannot_be_executed_is_told_in_a_line(tmp_path: Path) -> None:
+    script = tmp_path / "no-shebang"
+    script.write_text("echo here")
+    script.chmod(0o755)
+    process = emulate(cluster_file(tmp_path), str(script), options=("--plain",))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and errors.splitlines()[-1].endswith("cannot be run: Exec format error.")
 
 
 def test_a_container_without_rights_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +245,8 @@ def test_plain_processes_are_labelled_as_such(tmp_path: Path) -> None:
         (replace(PAIR, bytes_per_s=1e9), 4.0, "fast enough for 3 at most"),
         (PAIR, 0.1, "2.0% of a core.*--dilate 0.25"),
         (replace(PAIR, shared_bytes_per_s=1e6), None, "leave out"),
+        (replace(PAIR, bytes_per_s=1e12), None, "ask for a slower network, .* faster than 24 Gbit/s"),
+        (replace(PAIR, bytes_per_s=400.0), 2.0, "of 6.4 kbit/s is too slow to emulate: ask for 4 kbit/s"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused(cluster: Cluster, dilation: float | None, words: str) -> None:

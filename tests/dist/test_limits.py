@@ -103,6 +103,31 @@ def test_limits_of_groups_of_version_2(tmp_path: Path) -> None:
     assert cgroups._place(tmp_path, "cpu") is None
 
 
+READ_ONLY = """
+mount -o remount,ro,bind "$1" && shift && exec "$@"
+"""
+ASKING = """
+from manyhands.emulation import cgroups, devices
+from manyhands.errors import RequestError
+print(devices.why_not())
+try:
+    with cgroups.limited("x", memory_bytes=100_000_000):
+        pass
+except RequestError as error:
+    print(error)
+"""
+
+
+@needs_root
+def test_control_groups_that_are_read_only_are_told_in_a_line() -> None:
+    """As in most containers."""
+    place = cgroups._place(cgroups.ROOT, "memory")
+    words = ("unshare", "-m", "sh", "-c", READ_ONLY, "sh", str(place), sys.executable, "-c", ASKING)
+    told = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert told[0] == f"control groups in {place} cannot be made: it is read-only, as in most containers"
+    assert told[1].endswith("cannot limit memory: Read-only file system.")
+
+
 @needs_root
 @pytest.mark.parametrize("bytes_per_s", [5e6, 50e6])
 def test_little_passes_at_once_after_a_pause(bytes_per_s: float) -> None:

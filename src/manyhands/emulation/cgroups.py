@@ -62,8 +62,12 @@ def why_not(root: Path = ROOT, kinds: tuple[str, ...] = ("memory",)) -> str | No
     """Why no such limit can be set here; None where all can."""
     if os.geteuid() != 0:
         return f"limits of {' and '.join(kinds)} need root"
-    if missing := [kind for kind in kinds if _place(root, kind) is None]:
-        return f"no control group of this system limits {missing[0]}"
+    for kind in kinds:
+        place = _place(root, kind)
+        if place is None:
+            return f"no control group of this system limits {kind}"
+        if not os.access(place, os.W_OK):
+            return f"control groups in {place} cannot be made: it is read-only, as in most containers"
     return None
 
 
@@ -94,10 +98,13 @@ def limited(
             if place is None:
                 raise RequestError(f"{why_not(root, (kind,))}.")
             folder = place / f"{own_prefix()}{label}"
-            if folder not in folders:
-                folder.mkdir()
-                folders.append(folder)
-            _limit(folder, kind, limit)
+            try:
+                if folder not in folders:
+                    folder.mkdir()
+                    folders.append(folder)
+                _limit(folder, kind, limit)
+            except OSError as error:
+                raise RequestError(f"{folder} cannot limit {kind}: {error.strerror}.") from None
         yield Group(tuple(folders), memory_bytes)
     finally:
         with ExitStack() as stack:

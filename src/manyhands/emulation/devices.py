@@ -17,7 +17,8 @@ from manyhands.ir.cluster import DELAY, Cluster, cores_here
 
 LATENCY_S = 100e-6  # of a message between two namespaces, by itself
 NO_GPU = "CUDA_VISIBLE_DEVICES="  # small devices are emulated by their processors alone
-MOST_BYTES_PER_S = 3e9  # over a wire: about what a core carries, and less than tbf can count
+LEAST_BYTES_PER_S = 1e3  # over a wire: what tbf can count
+MOST_BYTES_PER_S = 3e9  # about what a core carries, and less than tbf can count
 SPARE = 0.9  # of the cores: the machine has other things to do, too
 
 
@@ -129,12 +130,22 @@ def parts(
         raise RequestError(f"--dilate {factor:g}: this machine is fast enough for {most:.3g} at most.")
     if cores[slowest] < cgroups.LEAST_CORES:
         least = factor * cgroups.LEAST_CORES / cores[slowest]
-        out = (
-            f"use --dilate {least:.2g} or more" if least <= most else "leave the fastest out, or some of them"
-        )
+        if least <= most:
+            out = f"use --dilate {least:.2g} or more"
+        elif most * cluster.bytes_per_s >= MOST_BYTES_PER_S:
+            out = (
+                f"ask for a slower network, as no wire here is faster than {8e-9 * MOST_BYTES_PER_S:g} Gbit/s"
+            )
+        else:
+            out = "leave the fastest out, or some of them"
         raise RequestError(
             f"{slowest} would be {cores[slowest]:.1%} of a core of this machine, "
             f"which the kernel cannot keep: {out}."
+        )
+    if factor * cluster.bytes_per_s < LEAST_BYTES_PER_S:
+        raise RequestError(
+            f"a network of {8e-3 * factor * cluster.bytes_per_s:.2g} kbit/s is too slow to emulate: ask for "
+            f"{8e-3 * LEAST_BYTES_PER_S / factor:.2g} kbit/s at least."
         )
     return factor, cores
 

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 WAITING = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
@@ -14,8 +14,8 @@ WAITING = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if h
 
 @contextmanager
 def unstopped() -> Iterator[None]:
-    """Signals to end take effect when this is through. Copies that are forked meanwhile end at once: what
-    they would tidy up is ours.
+    """Signals to end take effect when this is through; what was ignored stays so. Copies that are forked
+    meanwhile end at once: what they would tidy up is ours.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -27,11 +27,16 @@ def unstopped() -> Iterator[None]:
             os._exit(128 + number)
         noted.append(number)
 
-    before = {number: signal.signal(number, note) for number in WAITING}
-    try:
+    with ExitStack() as stack:  # whatever comes meanwhile, every handler is put back
+        stack.callback(_take_effect, noted)
+        for number in WAITING:
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # None: not Python's, so it cannot be put back
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, note)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in noted[:1]:
-            signal.raise_signal(number)
+
+
+def _take_effect(noted: list[int]) -> None:
+    for number in noted[:1]:
+        signal.raise_signal(number)

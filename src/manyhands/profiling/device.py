@@ -118,8 +118,8 @@ def busy(num_cores: int) -> Iterator[None]:
 
     try:
         with ThreadPoolExecutor(max(num_cores, 1)) as pool:
-            computing = [pool.submit(compute) for _ in range(num_cores)]
             try:
+                computing = [pool.submit(compute) for _ in range(num_cores)]
                 yield
             finally:
                 end.set()

@@ -1,0 +1,73 @@
+"""How fast a busy core is: timed until it becomes no slower, and other cores really are busy meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from manyhands.profiling import device
+
+
+@pytest.mark.parametrize(
+    ("speeds", "found", "looks"),
+    [
+        ([100, 100, 100, 100, 7], 100, device.LEAST_LOOKS),
+        ([120, 110, 100, 95, 94.9, 7], 94.9, 5),  # it settles with the fifth
+        ([120, 110, 100, 90, 80, 70, 60, 7], 60, device.MOST_LOOKS),
+    ],
+)
+def test_a_core_is_looked_at_until_it_becomes_no_slower(
+    monkeypatch: pytest.MonkeyPatch, speeds: list[float], found: float, looks: int
+) -> None:
+    """All cores at once, which differ: their mean counts."""
+    seen: list[float] = []
+    turn, all_look = threading.Lock(), threading.Barrier(2)
+
+    def look(seconds: float) -> device.Rounds:
+        all_look.wait(30)  # stands still for good unless both cores are looked at together
+        with turn:
+            speed = speeds[len(seen) // 2] * (0.9 if len(seen) % 2 else 1.1)
+            seen.append(seconds)
+        all_look.wait(30)
+        return device.Rounds(flops=1000, seconds=(1000 / speed,))
+
+    monkeypatch.setattr(device, "cores_here", lambda: 2)
+    monkeypatch.setattr(device, "_one_core", look)
+    threads = torch.get_num_threads()
+    assert device.core_flops_per_s() == pytest.approx(found)
+    assert seen == [device.LOOK_S] * 2 * looks and torch.get_num_threads() == threads
+
+
+def test_cores_are_busy_meanwhile_and_not_afterwards() -> None:
+    threads = torch.get_num_threads()
+    with device.busy(1):
+        spent = -time.process_time()
+        time.sleep(1.0)
+        spent += time.process_time()
+    assert spent > 0.2  # of a machine that others use, too
+    idle = -time.process_time()
+    time.sleep(0.3)
+    assert idle + time.process_time() < 0.1 and torch.get_num_threads() == threads
+
+
+def test_who_is_stopped_while_cores_become_busy_does_not_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stopped(device.ThreadPoolExecutor):
+        def submit(self, *given: object, **named: object) -> None:  # type: ignore[override]
+            super().submit(*given, **named)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "ThreadPoolExecutor", Stopped)
+    ended = threading.Event()
+
+    def begin() -> None:
+        with pytest.raises(KeyboardInterrupt), device.busy(2):
+            pytest.fail("it began")
+        ended.set()
+
+    threading.Thread(target=begin, daemon=True).start()
+    assert ended.wait(30)
