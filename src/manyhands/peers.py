@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from manyhands.tasks import mean_square
 
 Step = Callable[[], object]
-CHANNELS_LAST = "one device channels last"
+ONE, CHANNELS_LAST = "one device", "one device channels last"
+ALONE = (ONE, CHANNELS_LAST)  # exact with any model, and nothing to hold for the other devices
 DISTCONV = "DistConv"  # its source is given by path, where it is wanted
 
 
@@ -202,7 +203,7 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("one device", one_device, local_norms=False, possible=lambda *_: True),
+        Peer(ONE, one_device, local_norms=False, possible=lambda *_: True),
         Peer(CHANNELS_LAST, one_device_channels_last, local_norms=False, possible=lambda *_: True),
         Peer("DistributedDataParallel", data_parallel),
         Peer("DDP with PowerSGD", data_parallel_powersgd, lossy=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from manyhands import api, racing
 from manyhands.benches import emulated, peers
 from manyhands.benches.emulated import Setting, among, auto, by_name, cluster, laps
 from manyhands.emulation import devices
-from manyhands.errors import RequestError
+from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster
+from manyhands.ir.codec import encode
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.loading import load_model
@@ -74,6 +76,109 @@ def test_seconds_are_those_of_devices_as_fast_as_asked_for(monkeypatch: pytest.M
     assert conditions.dilation == 2.0 and lap.foreseen_s == 3.0
     assert lap.each_s == tuple(2 * seconds for seconds in raced["rows"].seconds)
     assert dict(lap.spent_s) == {kind: 2 * seconds for kind, seconds in raced["rows"].spent_s.items()}
+
+
+class Clock:
+    """Moves only when a step is taken."""
+
+    def __init__(self) -> None:
+        self.now, self.taken = 0.0, list[str]()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self, name: str, seconds: list[float]) -> None:
+        self.taken.append(name)
+        self.now += seconds.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("rivals", "ours", "theirs"), [((), [2.0, 4.0], []), (("peer",), [4.0, 6.0], [40.0, 60.0])]
+)
+def test_of_two_steps_the_second_counts_and_with_peers_not_in_the_first_round(
+    monkeypatch: pytest.MonkeyPatch, rivals: tuple[str, ...], ours: list[float], theirs: list[float]
+) -> None:
+    """What comes between steps is in no step's time."""
+    clock, said = Clock(), list[dict[str, Any]]()
+    plan, peer = [float(n) for n in range(1, 7)], [10.0 * n for n in range(1, 7)]
+    taking = [
+        ("plan", lambda: clock.step("plan", plan), lambda: clock.step("settle", [1000.0])),
+        ("idle", None, lambda: None),  # a device that is not part of it
+        ("peer", lambda: clock.step("peer", peer), lambda: None),
+    ]
+    monkeypatch.setattr(racing, "_plans", lambda *_: taking[:2])
+    monkeypatch.setattr(racing, "_peers", lambda given, place: taking[2:] if given.peers else [])
+    monkeypatch.setattr(racing, "time", clock)
+    monkeypatch.setattr(racing.dist, "barrier", lambda: clock.step("barrier", [100.0]))
+    monkeypatch.setattr(racing, "say", lambda event, **facts: said.append({"event": event} | facts))
+    job = racing.RaceJob("demo", ((1, 28, 28),), 8, (), rivals, 2)
+    racing.take_part(encode(job), SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    assert {each["name"]: each["seconds"] for each in said} == {
+        name: seconds for name, seconds in (("plan", ours), ("peer", theirs)) if seconds
+    }
+    assert clock.taken[:5] == ["barrier", "plan", "barrier", "plan", "settle"]
+
+
+def test_of_every_round_the_slowest_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*seconds: float) -> list[dict[str, Any]]:
+        spent = {"event": "spent", "name": "x", "seconds": {"computing": seconds[0]}}
+        return [{"event": "raced", "name": "x", "seconds": seconds}, spent]
+
+    monkeypatch.setattr(racing, "launch", lambda *_, **__: {"a": told(1.0, 5.0), "b": told(2.0, 3.0)})
+    job = racing.RaceJob("demo", ((1, 28, 28),), 8, (), (), 2)
+    emulation = SimpleNamespace(cluster=cluster({"a": 1e9, "b": 1e9}, 100), within={})
+    assert racing.race(emulation, job) == {"x": racing.Raced((2.0, 5.0), {"computing": 1.5})}  # type: ignore[arg-type]
+
+
+@needs_root
+def test_races_are_foreseen_with_busy_cores_and_with_the_lateness_of_those_that_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+
+    def busy_cores(number: int) -> AbstractContextManager[None]:
+        seen.append(number)
+        return nullcontext()
+
+    def lateness(_: object, sharing: tuple[str, ...]) -> float:
+        seen.append(sharing)
+        return 0.004
+
+    monkeypatch.setattr(racing, "cores_here", lambda: 3)
+    monkeypatch.setattr(racing, "busy", busy_cores)
+    monkeypatch.setattr(racing, "lateness_s", lateness)
+    with devices.emulated(cluster({"a": 0.4 * CORE, "b": 0.2 * CORE}, 200), CORE, 1.0) as emulation:
+        found = racing.foreseeable("demo", ((1, 28, 28),), 8, emulation, ("a",))
+    assert seen == [1, ("a",)] and found.latency_s == 0.004  # two devices keep two cores busy, one rehearses
+    fast, slow = found.profiles
+    assert fast.slower(2.0) == replace(slow, device="a")
+
+
+@needs_root
+def test_a_peer_that_fails_is_left_out_and_one_that_does_not_is_raced_beside_auto(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raced: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+
+    def race(_: object, job: racing.RaceJob) -> dict[str, racing.Raced]:
+        raced.append((tuple(name for name, _ in job.plans), job.peers))
+        if "FSDP2" in job.peers:
+            raise RunError("it broke.")
+        took = float(len(raced))
+        return {name: racing.Raced((took,), {}) for name in (*raced[-1][0], *job.peers)}
+
+    monkeypatch.setattr(emulated, "race", race)
+    monkeypatch.setattr(emulated, "foreseeable", lambda model, inputs, batch, emulation, _: emulation.cluster)
+    setting = Setting("demo", (1, 28, 28), 8, cluster({"a": 0.4 * CORE, "b": 0.4 * CORE}, 200))
+    plans = {"auto": by_name("rows"), "other": by_name("batch")}
+    rivals = (*ALONE, "FSDP2", peers.DDP)
+    found, _, conditions = laps(setting, CORE, 0.5, plans, rivals, 2, lambda _: None)
+    assert raced == [(("auto", "other"), tuple(ALONE)), (("auto",), ("FSDP2",)), (("auto",), (peers.DDP,))]
+    assert [(lap.name, lap.seconds, lap.beside_s) for lap in found] == [
+        *((name, 0.5, None) for name in ("auto", "other", *ALONE)),
+        (peers.DDP, 1.5, 1.5),
+    ]
+    assert conditions.refused == ("FSDP2 is left out: it broke.",)
 
 
 @needs_root

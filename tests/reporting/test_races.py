@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from manyhands.emulation import devices
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of
-from manyhands.peers import CHANNELS_LAST, DISTCONV, PEERS
+from manyhands.peers import ALONE, CHANNELS_LAST, DISTCONV, PEERS
 from tests.cli.commands import in_process
 
 CORE = 50e9
@@ -26,7 +27,7 @@ CONDITIONS = Conditions(2.0, CORE)
 def cell(model: str, **seconds: float) -> peers.Cell:
     names = {"auto": "auto", "one": peers.ONE, "ddp": peers.DDP, "last": CHANNELS_LAST}
     found = tuple(Lap(names[key], value) for key, value in seconds.items())
-    return peers.Cell(model, 100.0, found, peers.ALWAYS, (), CONDITIONS)
+    return peers.Cell(model, 100.0, found, ALONE, (), CONDITIONS)
 
 
 def printed(table: object) -> str:
@@ -60,6 +61,13 @@ def test_a_peer_that_was_not_raced_is_not_beaten() -> None:
     assert "NOT ALL MEASURED" in printed(peers.table((cell("vgg16-bn", auto=1.0, one=2.1),)))
 
 
+def test_a_peer_with_a_race_of_its_own_is_compared_with_what_auto_took_in_that() -> None:
+    slow = cell("resnet18", auto=1.0, one=1.6)
+    beside = replace(slow, laps=(*slow.laps, Lap(peers.DDP, 6.0, each_s=(6.0,), beside_s=2.0)))
+    assert beside.faster(peers.DDP) == 3.0 and beside.faster(peers.ONE) == 1.6 and beside.within
+    assert "DistributedDataParallel 6.00-6.00 s (auto beside it 2.00 s)" in printed(peers.table((beside,)))
+
+
 def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[tuple[str, ...]] = []
 
@@ -72,15 +80,15 @@ def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     for rivals in ((peers.DDP,), (peers.ONE,), ()):
         peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None)
     every = tuple(name for name in PEERS if name != DISTCONV)
-    assert raced == [(*peers.ALWAYS, peers.DDP), peers.ALWAYS, every]
+    assert raced == [(*ALONE, peers.DDP), ALONE, every]
 
 
 def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[str] = []
 
-    def race(model: str, *_: object) -> peers.Cell:
-        raced.append(model)
-        return cell(model, auto=1.0, one=3.0, ddp=9.0)
+    def race(setting: Setting, *_: object) -> peers.Cell:
+        raced.append(setting.model)
+        return cell(setting.model, auto=1.0, one=3.0, ddp=9.0)
 
     monkeypatch.setattr(peers, "_cell", race)
     monkeypatch.setattr(peers, "core_speed", lambda _: CORE)
@@ -102,11 +110,22 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
         run("resnet81")
     monkeypatch.setattr(peers, "core_speed", lambda _: 2 * CORE)
     with pytest.raises(RequestError, match="measured on cores of 50 GFLOP/s, these have 100"):
-        run("unet")
+        run("mobilenetv2", "unet")  # told before the first is raced
+    assert raced == ["resnet18", "unet"]
     for kept in tmp_path.iterdir():
         kept.write_text("{")
     with pytest.raises(RequestError, match="is not a cell that was kept .*: delete it"):
         run("unet")
+
+
+def test_cells_that_are_kept_are_of_the_same_program_and_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = peers.conditions_of("asked")
+    assert first == peers.conditions_of("asked") != peers.conditions_of("asked otherwise")
+    monkeypatch.setattr(peers, "cores_here", lambda: 1000)
+    assert peers.conditions_of("asked") != first
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "read_bytes", lambda _: b"another program")
+    assert peers.conditions_of("asked") != first
 
 
 def unequal_result(
@@ -265,6 +284,7 @@ def test_a_race_that_is_lost_ends_with_1_and_one_without_a_verdict_with_0(
         (("peers", "--rates", "-1"), "numbers above 0"),
         (("peers", "--wire", "float8"), "there is only bfloat16"),
         (("peers", "--keep", "/dev/null/kept"), "--keep /dev/null/kept"),
+        (("peers", "--keep", "/proc/self"), "--keep /proc/self"),
         (("peers", "--against", "nobody"), "nobody is not one of"),
     ],
 )
@@ -280,10 +300,12 @@ def test_a_mistake_is_told_before_anything_is_timed(
 def test_what_cannot_be_emulated_is_told_before_the_first_race(given: pytest.MonkeyPatch) -> None:
     """Of 40 devices one core would get less than the kernel keeps."""
     given.setattr(devices, "cores_here", lambda: 2)
-    for module in (scaling, tiled):
+    for module in (peers, scaling, tiled):
         given.setattr(module, "laps", lambda *_: pytest.fail("it began"))
     for words in (("tiled", "--devices", "2,40"), ("scaling", "--devices", "2,100")):
         ended = in_process("bench", *words)
         assert ended.returncode == 2 and "which the kernel cannot keep" in ended.stderr
+    ended = in_process("bench", "peers", "--rates", "25,30000", "--models", "unet", "--dilate", "1.5")
+    assert ended.returncode == 2 and "fast enough for" in ended.stderr
     ended = in_process("bench", "tiled", "--devices", "2,6", "--dilate", "7")
     assert ended.returncode == 2 and "fast enough for" in ended.stderr

@@ -9,15 +9,16 @@ from typing import Any
 
 from manyhands import api
 from manyhands.emulation.devices import Emulation, emulated, parts, require
-from manyhands.errors import RequestError
+from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.geometry import Axis
 from manyhands.ir.graph import Graph
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, promising
+from manyhands.peers import ALONE
 from manyhands.planning.deciding import Option
 from manyhands.profiling.device import core_flops_per_s
-from manyhands.racing import RaceJob, foreseeable, race
+from manyhands.racing import Raced, RaceJob, foreseeable, race
 
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
 Tell = Callable[[str], None]
@@ -92,7 +93,8 @@ class Lap:
     """One contestant: seconds of a step as measured (of devices as fast as asked for), and as foreseen.
 
     `spent_s`: of a plan, what its devices did in a step on average, by their own clocks. `each_s`: all that
-    was measured, of which `seconds` is the median.
+    was measured, of which `seconds` is the median. `beside_s`: of a peer with a race of its own, what `auto`
+    took in that.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Lap:
     tried: int = 1  # plans that took part in a trial
     spent_s: tuple[tuple[str, float], ...] = ()
     each_s: tuple[float, ...] = ()
+    beside_s: float | None = None
 
     @property
     def spread(self) -> str:
@@ -196,8 +199,9 @@ def laps(
 ) -> tuple[tuple[Lap, ...], dict[str, Plan], Conditions]:
     """Every contestant's usual step, all in turns, the plans by name, and how it was measured.
 
-    A plan that cannot be made is left out, and why is noted; but not without `auto`, which everything is
-    compared with. `sources`: folders with packages that peers need.
+    Peers that all devices take part in have a race with `auto` each: all of them at once take more memory
+    than a machine has. A plan that cannot be made and a peer that fails are left out, and why is noted; but
+    not without `auto`, which everything is compared with. `sources`: folders with packages that peers need.
     """
     model, inputs, batch = setting.model, (setting.shape,), setting.batch
     graph = graph_of(model, inputs, batch)
@@ -213,10 +217,19 @@ def laps(
                 refused.append(f"{name} is left out: {error}")
                 if name == AUTO:
                     raise RequestError(f"there is no plan to race with: {error}") from None
-        job = RaceJob(model, inputs, batch, (), peers, rounds, sources)
+        alone = tuple(name for name in peers if name in ALONE)
+        job = RaceJob(model, inputs, batch, (), alone, rounds, sources)
         chosen = {name: _fastest(some, job, emulation, tell) for name, some in found.items()}
         tell("the race")
-        took = race(emulation, replace(job, plans=tuple(chosen.items())))
+        took, beside = race(emulation, replace(job, plans=tuple(chosen.items()))), dict[str, Raced]()
+        for peer in (name for name in peers if name not in ALONE):
+            tell(f"the race with {peer}")
+            try:
+                both = race(emulation, replace(job, plans=((AUTO, chosen[AUTO]),), peers=(peer,)))
+            except RunError as error:
+                refused.append(f"{peer} is left out: {error}")
+                continue
+            beside[peer], took[peer] = both[AUTO], both[peer]
     factor, result = emulation.dilation, []
     for name, raced in took.items():
         foreseen, layouts = None, ""
@@ -226,7 +239,8 @@ def laps(
         spent = tuple((kind, factor * seconds) for kind, seconds in raced.spent_s.items())
         tried = len(found.get(name, [0]))
         each = tuple(factor * seconds for seconds in raced.seconds)
-        result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each))
+        beside_s = factor * median(beside[name].seconds) if name in beside else None
+        result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each, beside_s))
     return tuple(result), chosen, Conditions(factor, core, tuple(refused))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
+import manyhands
 from manyhands.benches.emulated import (
+    AUTO,
     SAID,
     Choose,
     Conditions,
@@ -22,6 +25,7 @@ from manyhands.benches.emulated import (
     Verdict,
     all_reached,
     auto,
+    check_settings,
     cluster,
     core_speed,
     laps,
@@ -29,9 +33,10 @@ from manyhands.benches.emulated import (
     verdicts_to_json,
 )
 from manyhands.errors import RequestError
+from manyhands.ir.cluster import cores_here
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
-from manyhands.peers import CHANNELS_LAST, DISTCONV, PEERS
+from manyhands.peers import ALONE, DISTCONV, ONE, PEERS
 
 DEVICES = 4
 GFLOPS = 25.0  # of each: so one alone takes 3.5 s for a step of ResNet-18 and 40 s for one of VGG16-BN
@@ -47,8 +52,6 @@ QUICK = (("resnet18", 100.0), ("vgg16-bn", 100.0))
 ALIKE = 1.3  # times as fast as each other, at most, are cores that cells of one table are measured on
 NOISE = 0.97  # of the fastest exact peer's speed
 DDP = "DistributedDataParallel"
-ONE = "one device"
-ALWAYS = (ONE, CHANNELS_LAST)  # exact with any model, so nothing is said without them
 REQUIRED = {("vgg16-bn", 100.0): {DDP: 4.0, ONE: 2.0}, ("resnet18", 100.0): {DDP: 3.0, ONE: 1.5}}
 
 
@@ -68,8 +71,9 @@ class Cell:
 
     def faster(self, name: str) -> float | None:
         """How many times as fast as this peer `auto` is."""
-        ours, theirs = self.seconds("auto"), self.seconds(name)
-        return None if ours is None or theirs is None else theirs / ours
+        ours = self.seconds(AUTO)
+        peer = next((lap for lap in self.laps if lap.name == name), None)
+        return None if ours is None or peer is None else peer.seconds / (peer.beside_s or ours)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -109,31 +113,40 @@ def run(
     if DISTCONV in peers and not sources:
         raise RequestError(f"{DISTCONV}: name the folder of its source instead.")
     wished = peers or tuple(name for name in PEERS if name != DISTCONV)
-    peers = tuple(dict.fromkeys((*ALWAYS, *wished)))
+    peers = tuple(dict.fromkeys((*ALONE, *wished)))
     wanted = [(m, r) for m in only or MODELS for r in rates or RATES] if only or rates else list(QUICK)
     if wire not in (None, "bfloat16"):
         raise RequestError(f"wire = {wire!r}: there is only bfloat16.")
     if keep is not None:
         _make_folder(keep)
-    core, cells = core_speed(tell), []
-    for model, mbit in wanted:
-        rivals = "-".join((*peers, *(Path(source).name for source in sources), wire or ""))
-        setting = f"{model}-{mbit:g}-{GFLOPS:g}-{dilation or 0:g}-{rounds}-{rivals}-{version('manyhands')}"
-        file = None if keep is None else keep / f"{setting.replace(' ', '_')}.json"
-        if file is not None and file.is_file():
-            cells.append(_kept(file, core))
-            continue
-        ours: dict[str, Choose] = {"auto": auto}
-        if wire is not None:
-            ours[f"auto, {wire}"] = partial(auto, wire=wire)
-        paths = tuple(str(Path(source).resolve()) for source in sources)
-        cell = _cell(model, mbit, core, ours, peers, paths, dilation, rounds, tell)
-        cells.append(cell)
-        if file is not None:
-            part = file.with_suffix(".part")
+    core = core_speed(tell)
+    paths = tuple(str(Path(source).resolve()) for source in sources)
+    kinds = conditions_of(str((GFLOPS, dilation, rounds, peers, paths, wire)))
+    files = {} if keep is None else {(m, r): keep / f"{m}-{r:g}-{kinds}.json" for m, r in wanted}
+    cells = {case: _kept(file, core) for case, file in files.items() if file.is_file()}
+    missing = {case: _setting(*case) for case in wanted if case not in cells}
+    check_settings(missing.values(), core, dilation)
+    ours: dict[str, Choose] = {AUTO: auto}
+    if wire is not None:
+        ours[f"{AUTO}, {wire}"] = partial(auto, wire=wire)
+    for number, ((model, mbit), setting) in enumerate(missing.items(), 1):
+        telling = partial(tell_at, tell, f"{number} of {len(missing)}: {model} at {mbit:g} Mbit/s")
+        cell = _cell(setting, mbit, core, ours, peers, paths, dilation, rounds, telling)
+        cells[model, mbit] = cell
+        if files:
+            part = files[model, mbit].with_suffix(".part")
             part.write_text(json.dumps(encode(cell)))
-            part.replace(file)
-    return tuple(cells)
+            part.replace(files[model, mbit])
+    return tuple(cells[case] for case in wanted)
+
+
+def conditions_of(asked: str) -> str:
+    """What else cells depend on, in short: what was asked for, this program, torch, and how many cores."""
+    digest = hashlib.sha256(repr((asked, torch.__version__, cores_here())).encode())
+    root = Path(manyhands.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _kept(file: Path, core: float) -> Cell:
@@ -155,12 +168,19 @@ def _make_folder(folder: Path) -> None:
     """Before anything is timed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise RequestError(f"--keep {folder}: {error.strerror}.") from None
 
 
+def _setting(model: str, mbit: float) -> Setting:
+    devices = cluster({f"pi-{i}": 1e9 * GFLOPS for i in range(DEVICES)}, mbit)
+    return Setting(model, *MODELS[model], devices)
+
+
 def _cell(
-    model: str,
+    setting: Setting,
     mbit: float,
     core: float,
     ours: dict[str, Choose],
@@ -170,17 +190,13 @@ def _cell(
     rounds: int,
     tell: Tell,
 ) -> Cell:
-    shape, batch = MODELS[model]
-    devices = cluster({f"pi-{i}": 1e9 * GFLOPS for i in range(DEVICES)}, mbit)
-    setting = Setting(model, shape, batch, devices)
-    told = partial(tell_at, tell, f"{model} at {mbit:g} Mbit/s")
     with torch.device("meta"):
-        built, images = load_model(model), torch.empty((batch, *shape))
+        built, images = load_model(setting.model), torch.empty((setting.batch, *setting.shape))
     possible = tuple(name for name in peers if PEERS[name].possible(built, images, DEVICES))
-    found, _, conditions = laps(setting, core, dilation, ours, possible, rounds, told, sources)
+    found, _, conditions = laps(setting, core, dilation, ours, possible, rounds, tell, sources)
     exact = tuple(name for name in possible if PEERS[name].exact(built))
     absent = tuple(name for name in peers if name not in possible)
-    return Cell(model, mbit, found, exact, absent, conditions)
+    return Cell(setting.model, mbit, found, exact, absent, conditions)
 
 
 def to_json(cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
@@ -197,7 +213,7 @@ def bars(cells: tuple[Cell, ...]) -> dict[str, dict[str, float]]:
         f"{cell.model}\n{cell.mbit:g} Mbit/s": {
             name if name in cell.exact else f"{name} (not exact)": times
             for name, times in _all_faster(cell).items()
-            if times and name != "auto"
+            if times and name != AUTO
         }
         for cell in cells
     }
@@ -205,9 +221,14 @@ def bars(cells: tuple[Cell, ...]) -> dict[str, dict[str, float]]:
 
 def _label(cell: Cell, lap: Lap) -> str:
     times = cell.faster(lap.name)
-    if lap.name == "auto" or times is None:
+    if lap.name == AUTO or times is None:
         return ""
     return f" ({times:.2f}x{'' if lap.name in cell.exact else ', not exact'})"
+
+
+def _between(lap: Lap) -> str:
+    """Between which times its steps were, and what it is compared with where that is not told already."""
+    return f"{lap.name} {lap.spread}" + (f" (auto beside it {lap.beside_s:.2f} s)" if lap.beside_s else "")
 
 
 def table(cells: tuple[Cell, ...]) -> Table:
@@ -217,14 +238,14 @@ def table(cells: tuple[Cell, ...]) -> Table:
         table.add_column(heading)
     for cell in cells:
         raced = {lap.name: f"{lap.seconds:.2f}{_label(cell, lap)}" for lap in cell.laps}
-        plan = next((lap.plan for lap in cell.laps if lap.name == "auto"), "")
+        plan = next((lap.plan for lap in cell.laps if lap.name == AUTO), "")
         texts = [raced.get(name, "") for name in names]
         table.add_row(cell.model, f"{cell.mbit:g}", *texts, plan, SAID[cell.within])
     told: list[str] = []
     for cell in cells:
         where = f"{cell.model} at {cell.mbit:g} Mbit/s"
         told.append(f"{where}: {'; '.join(map(str, cell.verdicts))}")
-        told.append(f"{where}: {', '.join(f'{lap.name} {lap.spread}' for lap in cell.laps if lap.each_s)}")
+        told.append(f"{where}: {', '.join(_between(lap) for lap in cell.laps if lap.each_s)}")
         told += [f"{where}, a device of {lap.name}: {lap.spent}" for lap in cell.laps if lap.spent]
         if cell.absent:
             told.append(f"{where}: cannot be shared among {DEVICES} by {', '.join(cell.absent)}")

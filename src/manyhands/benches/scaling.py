@@ -63,8 +63,8 @@ def run(
     settings = {count: Setting(MODEL, SHAPE, each * count, some) for count, some in devices.items()}
     check_settings(settings.values(), core, dilation)
     plans = {AUTO: auto, ONE: among(("pi-0",), by_name("single"))}
-    for count, setting in settings.items():
-        telling = partial(tell_at, tell, f"{count} devices")
+    for number, (count, setting) in enumerate(settings.items(), 1):
+        telling = partial(tell_at, tell, f"{number} of {len(settings)}: {count} devices")
         (ours, alone), _, conditions = laps(setting, core, dilation, plans, (), rounds, telling)
         rows.append(Row(count, setting.batch, ours, alone, conditions))
     for count in SIMULATED:

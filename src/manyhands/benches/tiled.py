@@ -146,8 +146,9 @@ def run(
     plans: dict[Row, Plan] = {}
     settings = {case: _setting(*case) for case in product(counts, batches, rates)}
     check_settings(settings.values(), core, dilation)
-    for (_, _, mbit), setting in settings.items():
-        row, plan = _row(setting, mbit, core, dilation, rounds, tell)
+    for number, ((_, _, mbit), setting) in enumerate(settings.items(), 1):
+        telling = partial(tell_at, tell, f"{number} of {len(settings)}")
+        row, plan = _row(setting, mbit, core, dilation, rounds, telling)
         plans[row] = plan
     result = Result(tuple(plans), ())
     best = (result.best(count, mbit) for count in counts for mbit in rates if memory)
