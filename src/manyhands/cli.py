@@ -12,7 +12,7 @@ import typer
 
 from manyhands.benches.commands import bench
 from manyhands.consoles import Json, busy, show
-from manyhands.errors import ManyhandsError, RequestError
+from manyhands.errors import ManyhandsError, RequestError, RunError
 
 app = typer.Typer(
     help="Many hands make light work: train one CNN on several small devices, exactly as on one.",
@@ -325,15 +325,21 @@ def emulate(
         raise RequestError("what is to run? For example: emulate CLUSTER.toml -- manyhands train JOB.toml")
     if dilate is not None and not dilate < float("inf"):
         raise RequestError(f"--dilate {dilate}: a number, please.")
+    from dataclasses import asdict
+
     from manyhands import emulating
-    from manyhands.reporting.emulated import console, outcomes_view
+    from manyhands.reporting.emulated import console, emulated_view
 
     if plain:
+        if as_json:
+            raise RequestError("--plain has nothing to tell as JSON; ask the command for it.")
         print("not emulated: plain local processes without limits", file=sys.stderr)
         raise typer.Exit(emulating.run_plain(cluster, context.args))
-    outcomes = emulating.run(cluster, context.args, dilate, console(sys.stderr if as_json else sys.stdout))
-    print(json.dumps(emulating.to_json(outcomes))) if as_json else show(outcomes_view(outcomes))
-    raise typer.Exit(emulating.exit_code(outcomes))
+    result = emulating.run(cluster, context.args, dilate, console(sys.stderr if as_json else sys.stdout))
+    print(json.dumps(asdict(result)), flush=True) if as_json else show(emulated_view(result))
+    if result.failure:
+        raise RunError(f"{result.failure}.")
+    raise typer.Exit(emulating.exit_code(result.devices))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

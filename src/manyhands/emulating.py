@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -19,9 +18,10 @@ import tomlkit
 
 from manyhands.emulation.devices import LATENCY_S, Emulation, check, emulated, require
 from manyhands.emulation.names import own_prefix
+from manyhands.emulation.others import Others, note
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, cores_here
-from manyhands.ir.report import Outcome
+from manyhands.ir.report import EmulatedRun, Outcome
 from manyhands.loading import load_cluster
 from manyhands.profiling.device import core_flops_per_s
 
@@ -33,8 +33,8 @@ Tell = Callable[[str, str], None]  # a device and a line that it printed
 Happened = queue.Queue[tuple[str | None, float]]  # a device has ended, or (None) nobody listens; and when
 
 
-def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tell) -> list[Outcome]:
-    """The command on every device at once. Raises RunError when one needed more memory than it has."""
+def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tell) -> EmulatedRun:
+    """The command on every device at once."""
     read = load_cluster(cluster, None)
     check(read)
     require(PLAIN)
@@ -45,26 +45,31 @@ def run(cluster: Path, command: Sequence[str], dilation: float | None, tell: Tel
         path = Path(folder, "cluster.toml")
         path.write_text(cluster_text(emulation.cluster))
         tell("", describe(emulation))
+        others = Others()
         ended = _run_all(emulation, command, path, tell)
-        if reason := emulation.killed():
-            raise RunError(f"{reason}.")
-        return [
-            Outcome(
-                name,
-                *ended[name],
-                emulation.cores[name],
-                emulation.wires.sent_bytes(name),
-                emulation.groups[name].peak_bytes,
-            )
-            for name in emulation.cluster.names
-        ]
+        taken = others.cores()
+        if text := note(taken):
+            tell("", text)
+        outcomes = tuple(_outcome(emulation, name, *ended[name]) for name in emulation.cluster.names)
+        rate, held_back_s = emulation.cluster.bytes_per_s, emulation.held_back_s
+        killed = emulation.killed()
+        return EmulatedRun(emulation.dilation, core, rate, held_back_s, outcomes, taken, killed)
+
+
+def _outcome(emulation: Emulation, name: str, code: int, seconds: float, stopped: bool) -> Outcome:
+    group, sent_bytes = emulation.groups[name], emulation.wires.sent_bytes(name)
+    part, limit = emulation.cores[name], group.memory_bytes
+    return Outcome(name, code, seconds, part, sent_bytes, group.peak_bytes, limit, stopped)
 
 
 def describe(emulation: Emulation) -> str:
     """What is emulated and what is not, in a line."""
     parts = ", ".join(f"{name} {part:.0%} of a core" for name, part in emulation.cores.items())
     rate = 8 * emulation.cluster.bytes_per_s / 1e6
-    text = f"emulated, {emulation.dilation:.3g} times as fast as asked for: {parts}; {rate:.0f} Mbit/s"
+    text = (
+        f"emulated, {emulation.dilation:.3g} times as fast as asked for, where all times that are told would "
+    )
+    text += f"be {emulation.dilation:.3g} times as long: {parts}; {rate:.3g} Mbit/s"
     if emulation.held_back_s:
         text += f"; manyhands' messages are held back {1e3 * emulation.held_back_s:.2g} ms, for this kernel "
         text += "cannot delay packets: other programs' are not"
@@ -102,8 +107,12 @@ def run_plain(cluster: Path, command: Sequence[str]) -> int:
 
 
 def _refuse_missing(command: Sequence[str]) -> None:
-    if shutil.which(command[0]) is None:
-        raise RequestError(f"there is no command {command[0]}.")
+    name = command[0]
+    if name.startswith("-"):
+        raise RequestError(f"emulate has no option {name}: its own come before --, the command after it.")
+    if shutil.which(name) is None:
+        why = "cannot be executed" if os.path.exists(name) else "there is no such command"
+        raise RequestError(f"{name}: {why}.")
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
@@ -136,8 +145,8 @@ def cluster_text(cluster: Cluster, *, plain: bool = False) -> str:
 
 def _run_all(
     emulation: Emulation, command: Sequence[str], cluster: Path, tell: Tell
-) -> dict[str, tuple[int, float]]:
-    """By device its exit code, and after how many seconds it ended."""
+) -> dict[str, tuple[int, float, bool]]:
+    """By device its exit code, after how many seconds it ended, and whether we stopped it then."""
     happened, began, ended = Happened(), time.monotonic(), dict[str, float]()
     with _started(emulation, command, cluster, tell, happened) as processes:
         deadline: float | None = None
@@ -153,7 +162,7 @@ def _run_all(
             if deadline is None and processes[name].returncode:
                 deadline = when + GRACE_S
     last = time.monotonic() - began
-    return {name: (process.returncode, ended.get(name, last)) for name, process in processes.items()}
+    return {n: (p.returncode, ended.get(n, last), n not in ended) for n, p in processes.items()}
 
 
 @contextmanager
@@ -211,7 +220,3 @@ def _read(device: str, stream: IO[str], tell: Tell, happened: Happened) -> None:
         except (OSError, SystemExit):  # rich ends its thread when a pipe is closed
             heard = False
             happened.put((None, time.monotonic()))
-
-
-def to_json(outcomes: list[Outcome]) -> list[dict[str, object]]:
-    return [asdict(outcome) for outcome in outcomes]

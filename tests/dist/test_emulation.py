@@ -11,16 +11,20 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from rich.console import Console
 
 from manyhands import emulating
-from manyhands.emulation import devices, network
+from manyhands.emulation import devices, network, others
 from manyhands.emulation.names import FAMILY, is_leftover, own_prefix
 from manyhands.errors import RequestError
 from manyhands.ir.cluster import DELAY, Cluster, Device
+from manyhands.ir.report import EmulatedRun, Outcome
 from manyhands.loading import load_cluster
+from manyhands.reporting.emulated import emulated_view
 from tests.dist.test_training import events, losses, write_job
 
 needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
@@ -120,6 +124,7 @@ def test_memory_that_is_short_is_told_and_not_a_broken_socket(tmp_path: Path) ->
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.strip() == "manyhands: pi-1 needed more than 80 MB."
+    assert "of 80.0 MB" in output and "killed by SIGKILL" in output
 
 
 @needs_root
@@ -130,9 +135,13 @@ def test_a_job_trains_on_emulated_devices_as_it_does_locally(tmp_path: Path) -> 
     process = emulate(cluster_file(tmp_path), *train, options=("--json",))
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    outcomes = json.loads(output)
+    result = json.loads(output)
+    outcomes = result["devices"]
     assert [each["device"] for each in outcomes] == ["pi-0", "pi-1"]
-    assert all(each["sent_bytes"] > 10_000 for each in outcomes)
+    assert all(each["sent_bytes"] > 10_000 and not each["stopped"] for each in outcomes)
+    part = result["dilation"] * 3.62e9 / result["core_flops_per_s"]
+    assert outcomes[0]["cores"] == pytest.approx(part) and outcomes[0]["memory_bytes"] == 2 * 10**9
+    assert result["bytes_per_s"] == pytest.approx(result["dilation"] * 12.5e6)
     assert "of a core" in errors
     lines = [line.removeprefix("pi-0 ") for line in errors.splitlines() if line.startswith("pi-0 {")]
     emulated = losses([json.loads(line) for line in lines])
@@ -154,7 +163,7 @@ def test_the_exit_code_is_that_of_who_failed_first(tmp_path: Path) -> None:
     process = emulate(cluster_file(tmp_path), sys.executable, "-c", FIRST, options=("--json",))
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 3 and errors.count("is no text") == 2
-    ended = {each["device"]: each for each in json.loads(output)}
+    ended = {each["device"]: each for each in json.loads(output)["devices"]}
     assert (ended["pi-0"]["exit_code"], ended["pi-1"]["exit_code"]) == (1, 3)
     assert ended["pi-0"]["seconds"] > ended["pi-1"]["seconds"]
 
@@ -175,6 +184,39 @@ def test_a_run_whose_reader_has_gone_ends(tmp_path: Path) -> None:
     assert not left_over(process.pid)
 
 
+def test_a_table_says_how_each_device_ended_and_how_long_that_is_on_what_was_asked_for() -> None:
+    ends = (("a", 0, False), ("b", 3, False), ("c", -9, False), ("d", -15, True))
+    outcomes = tuple(Outcome(n, code, 2.0, 0.5, 10, None, None, stopped) for n, code, stopped in ends)
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(emulated_view(EmulatedRun(3.5, 1e9, 1e6, 0.0, outcomes, 0.0)))
+    text = captured.get()
+    assert "3.5 times as fast as asked for" in text and text.count("7.0 s") == 4
+    for end in ("done", "exit code 3", "killed by SIGKILL", "stopped, since another had failed"):
+        assert end in text
+
+
+def test_what_other_programs_take_is_told_apart_from_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 100.0, "busy": 50.0, "own": 7.0}
+    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    monkeypatch.setattr(others, "_busy_s", lambda: clock["busy"])
+    monkeypatch.setattr(others, "_own_s", lambda: clock["own"])
+    monkeypatch.setattr(others, "cores_here", lambda: 2)
+    counted = others.Others()
+    clock.update(now=110.0, busy=65.0, own=17.0)
+    assert counted.cores() == pytest.approx(0.5)
+    assert others.note(0.5).startswith("other programs took 0.5 of 2 cores meanwhile") and not others.note(
+        0.1
+    )
+
+
+def test_what_we_have_started_is_our_own() -> None:
+    """Once it has ended."""
+    before, busy = others._own_s(), others._busy_s()
+    subprocess.run([sys.executable, "-c", "sum(range(20_000_000))"], check=True)
+    assert others._own_s() - before > 0.1 and others._busy_s() - busy > 0.1
+
+
 # ---- without root -------------------------------------------------------------------------------------
 
 
@@ -192,9 +234,15 @@ def test_without_root_it_says_what_it_needs_and_what_there_is_instead(
 def test_a_command_that_is_not_there_is_told_at_once(tmp_path: Path, options: tuple[str, ...]) -> None:
     if devices.why_not() and not options:
         pytest.skip(str(devices.why_not()))
-    process = emulate(cluster_file(tmp_path), "no-such-command", options=options)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and "there is no command no-such-command." in errors
+    (tmp_path / "a-file").write_text("")
+    for words, said in (
+        ("no-such-command", "no-such-command: there is no such command."),
+        (str(tmp_path / "a-file"), "a-file: cannot be executed."),
+        ("--dilute", "emulate has no option --dilute"),
+    ):
+        process = emulate(cluster_file(tmp_path), words, options=options)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2 and said in errors
 
 
 def test_a_plain_command_that_is_killed_ends_as_a_shell_says(tmp_path: Path) -> None:
@@ -311,9 +359,9 @@ def test_temporary_files_of_a_device_go_with_it(tmp_path: Path) -> None:
     """Also those of one that is killed."""
     said: list[str] = []
     leave = "import os, tempfile; print(tempfile.mkdtemp(), flush=True); os.kill(os.getpid(), 9)"
-    outcomes = emulating.run(
+    result = emulating.run(
         cluster_file(tmp_path), [sys.executable, "-c", leave], None, lambda device, line: said.append(line)
     )
     left = [Path(line.strip()) for line in said if line.startswith("/")]
-    assert len(left) == len(outcomes) and all(outcome.exit_code for outcome in outcomes)
+    assert len(left) == len(result.devices) and all(outcome.exit_code for outcome in result.devices)
     assert not any(folder.exists() for folder in left)

@@ -9,6 +9,7 @@ from typing import Any
 
 from manyhands import api
 from manyhands.emulation.devices import Emulation, emulated, parts, require
+from manyhands.emulation.others import Others, note
 from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import Cluster, Device
 from manyhands.ir.geometry import Axis
@@ -42,18 +43,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of a race: how many times as fast as asked for all was, operations a second of a core here, and why
-    which contestants could not take part.
+    """Of a race: how many times as fast as asked for all was, operations a second of a core here, why
+    which contestants could not take part, and how many cores other programs took meanwhile.
     """
 
     dilation: float
     core_flops_per_s: float
     refused: tuple[str, ...] = ()
+    others_cores: float = 0.0
 
     def __str__(self) -> str:
         core = f"cores of {self.core_flops_per_s / 1e9:.0f} GFLOP/s"
         text = f"measured {self.dilation:.3g} times as fast as asked for, on {core}, without limits of memory"
-        return "; ".join((text, *self.refused))
+        return "; ".join(filter(None, (text, note(self.others_cores).upper(), *self.refused)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,7 @@ def laps(
         job = RaceJob(model, inputs, batch, (), alone, rounds, sources)
         chosen = {name: _fastest(some, job, emulation, tell) for name, some in found.items()}
         tell("the race")
+        others = Others()
         took, beside = race(emulation, replace(job, plans=tuple(chosen.items()))), dict[str, Raced]()
         for peer in (name for name in peers if name not in ALONE):
             tell(f"the race with {peer}")
@@ -230,6 +233,7 @@ def laps(
                 refused.append(f"{peer} is left out: {error}")
                 continue
             beside[peer], took[peer] = both[AUTO], both[peer]
+        taken = others.cores()
     factor, result = emulation.dilation, []
     for name, raced in took.items():
         foreseen, layouts = None, ""
@@ -241,7 +245,7 @@ def laps(
         each = tuple(factor * seconds for seconds in raced.seconds)
         beside_s = factor * median(beside[name].seconds) if name in beside else None
         result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each, beside_s))
-    return tuple(result), chosen, Conditions(factor, core, tuple(refused))
+    return tuple(result), chosen, Conditions(factor, core, tuple(refused), taken)
 
 
 def _fastest(plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell) -> Plan:

@@ -137,7 +137,7 @@ def parts(
                 f"ask for a slower network, as no wire here is faster than {8e-9 * MOST_BYTES_PER_S:g} Gbit/s"
             )
         else:
-            out = "leave the fastest out, or some of them"
+            out = "take fewer devices, or such as differ less"
         raise RequestError(
             f"{slowest} would be {cores[slowest]:.1%} of a core of this machine, "
             f"which the kernel cannot keep: {out}."

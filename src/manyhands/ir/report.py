@@ -129,3 +129,18 @@ class Outcome:
     cores: float  # of the machine, at most
     sent_bytes: int
     peak_bytes: int | None  # of all its processes, files in memory included
+    memory_bytes: int | None = None  # it has no more than this
+    stopped: bool = False  # by us, because another had failed
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedRun:
+    """What a command came to on emulated devices, and how these were emulated."""
+
+    dilation: float  # times as fast as asked for: seconds that are told are so many on the devices asked for
+    core_flops_per_s: float  # of this machine
+    bytes_per_s: float  # of every wire, as emulated
+    held_back_s: float  # our messages, where the kernel cannot delay packets
+    devices: tuple[Outcome, ...]
+    others_cores: float  # of this machine, that other programs took meanwhile
+    failure: str | None = None  # which device needed more memory than it has

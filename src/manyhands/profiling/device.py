@@ -28,6 +28,7 @@ SPARE = 0.1  # of the memory that is free, left to the system
 COPY_BYTES = 32_000_000, 256_000_000  # least and most
 LOOK_S, LEAST_LOOKS, MOST_LOOKS = 3.0, 4, 7  # at busy cores, until they become no slower
 SETTLED = 0.98
+Clock = Callable[[], float]
 PASSES = 3  # forward, gradient of the input, gradient of the weights: equally many operations
 
 
@@ -92,7 +93,8 @@ def measure_device(
 
 def core_flops_per_s() -> float:
     """Of convolutions on one core of this machine while all of them are busy, when they have been so for a
-    while: after a pause, or alone, a core is faster.
+    while: after a pause, or alone, a core is faster. A second is one of the core's time that is ours, as a
+    quota counts it: what others take of it does not make it slower.
     """
     threads, found = torch.get_num_threads(), list[float]()
     try:
@@ -131,14 +133,14 @@ def busy(num_cores: int) -> Iterator[None]:
 
 def _one_core(seconds: float) -> Rounds:
     torch.set_num_threads(1)
-    (rounds,) = _alternate((_convolution(),), seconds)
+    (rounds,) = _alternate((_convolution(),), seconds, time.thread_time)
     return rounds
 
 
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _product() -> tuple[int, Callable[[], None]]:
@@ -166,7 +168,9 @@ def _convolution() -> tuple[int, Callable[[], None]]:
     return PASSES * 2 * batch * channels * side**2 * channels * 9, work
 
 
-def _alternate(works: tuple[tuple[int, Callable[[], None]], ...], seconds: float) -> tuple[Rounds, ...]:
+def _alternate(
+    works: tuple[tuple[int, Callable[[], None]], ...], seconds: float, clock: Clock = time.perf_counter
+) -> tuple[Rounds, ...]:
     """Rounds of each in turn, so that a disturbance meets all of them, after a warm-up."""
     for _, work in works:
         work()
@@ -174,7 +178,7 @@ def _alternate(works: tuple[tuple[int, Callable[[], None]], ...], seconds: float
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken[0]) < ROUNDS:
         for (_, work), times in zip(works, taken, strict=True):
-            times.append(timed(work))
+            times.append(timed(work, clock))
     return tuple(Rounds(flops, tuple(times)) for (flops, _), times in zip(works, taken, strict=True))
 
 

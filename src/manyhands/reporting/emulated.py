@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import IO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.ir.report import Outcome
+from manyhands.ir.report import EmulatedRun, Outcome
 from manyhands.reporting.text import amount
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -32,12 +33,26 @@ def console(stream: IO[str]) -> Callable[[str, str], None]:
     return tell
 
 
-def outcomes_view(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(title="Emulated devices", title_justify="left")
-    for heading in ("device", "part of a core", "sent", "peak memory", "ended after", "exit code"):
+def emulated_view(run: EmulatedRun) -> Table:
+    times = f"{run.dilation:.3g} times"
+    table = Table(title=f"Emulated devices, {times} as fast as asked for", title_justify="left")
+    headings = ("device", "part of a core", "sent", "most memory *", "ended after", f"there ({times})", "end")
+    for heading in headings:
         table.add_column(heading)
-    for each in outcomes:
+    for each in run.devices:
         peak = "" if each.peak_bytes is None else amount(each.peak_bytes)
-        ended = (f"{each.seconds:.1f} s", str(each.exit_code))
-        table.add_row(each.device, f"{each.cores:.0%}", amount(each.sent_bytes), peak, *ended)
+        limit = "" if each.memory_bytes is None else f" of {amount(each.memory_bytes)}"
+        ended = (f"{each.seconds:.1f} s", f"{run.dilation * each.seconds:.1f} s", _end(each))
+        table.add_row(each.device, f"{each.cores:.0%}", amount(each.sent_bytes), f"{peak}{limit}", *ended)
+    table.caption = "* of all its processes, and of files that the kernel keeps in memory for them"
+    table.caption_justify = "left"
     return table
+
+
+def _end(outcome: Outcome) -> str:
+    """How it ended."""
+    if outcome.stopped:
+        return "stopped, since another had failed"
+    if outcome.exit_code < 0:
+        return f"killed by {signal.Signals(-outcome.exit_code).name}"
+    return f"exit code {outcome.exit_code}" if outcome.exit_code else "done"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,28 @@ def train_and_show(job: Job, name: str | None, *, resume: bool, quiet: bool, as_
         print(json.dumps({"event": "summary"} | summary), flush=True)
     else:
         _conclude(console, job, summary)
-        if foreseen is not None and summary["measured"] is not None and not quiet:
+        if foreseen is not None and summary["measured"] is not None and not quiet and _is_first(start):
             assert start.lowered is not None
             names = [f"{s.layers[0]} .. {s.layers[-1]}" for s in start.lowered.plan.segments]
             console.print(comparison(foreseen, decode(Cost, summary["measured"]), names))
     return summary
 
 
+def _is_first(start: Start) -> bool:
+    """Is this machine the first device, or all of them?"""
+    return start.here is None or start.cluster.names[0] in start.here
+
+
 def _introduce(console: Console, start: Start) -> None:
     if start.lowered is None:
         console.print("The first device has the data and makes the plan.")
         return
-    console.print(plan_view(plan_facts(start)))
+    if _is_first(start):
+        console.print(plan_view(plan_facts(start)))
+        if text := _instead(start):
+            console.print(text, highlight=False, markup=False)
+    else:
+        console.print(f"The plan is shown by {start.cluster.names[0]}.", highlight=False, markup=False)
     if start.job.accumulate > 1 and _has_batch_norm(start):
         console.print(
             f"Note: batch norm sees each of the {start.job.accumulate} batches of a step alone, as plain "
@@ -73,6 +84,15 @@ def _introduce(console: Console, start: Start) -> None:
         console.print(
             f"Going on from {start.checkpoint.path}{_what_is_left(start)}.", highlight=False, markup=False
         )
+
+
+def _instead(start: Start) -> str:
+    """Emulated devices count, whatever the job says."""
+    job, emulated = start.job, "MANYHANDS_CLUSTER" in os.environ
+    asked = f'cluster = "{job.cluster}"' if job.cluster else f"devices = {job.devices}"
+    if not emulated or (job.cluster, job.devices) in ((None, None), (None, len(start.cluster.devices))):
+        return ""
+    return f"Note: the job's {asked} does not count here: {len(start.cluster.devices)} devices are emulated."
 
 
 def _what_is_left(start: Start) -> str:
@@ -123,6 +143,6 @@ def _pictures(start: Start) -> Path | None:
     """For detection: the first test images with the boxes found."""
     if start.job.loss != "yolov2" or start.facts is None or start.job.evaluate is None:
         return None
-    if start.here is not None and start.cluster.names[0] not in start.here:
+    if not _is_first(start):
         return None
     return detection_sheet(start.job, start.facts, start.cluster.names[0])
