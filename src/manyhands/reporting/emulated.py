@@ -36,7 +36,15 @@ def console(stream: IO[str]) -> Callable[[str, str], None]:
 def emulated_view(run: EmulatedRun) -> Table:
     times = f"{run.dilation:.3g} times"
     table = Table(title=f"Emulated devices, {times} as fast as asked for", title_justify="left")
-    headings = ("device", "part of a core", "sent", "most memory *", "ended after", "at the speed asked for", "end")
+    headings = (
+        "device",
+        "part of a core",
+        "sent",
+        "most memory *",
+        "ended after",
+        "at the speed asked for",
+        "end",
+    )
     for heading in headings:
         table.add_column(heading)
     for each in run.devices:
