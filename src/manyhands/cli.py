@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -59,6 +60,9 @@ def main() -> None:
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
             signal.signal(number, _stopped)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a console that lacks a sign shows another
     try:
         code = app(standalone_mode=False)  # what a command's typer.Exit says, or nothing
         if code == INTERRUPTED:

@@ -96,6 +96,7 @@ def as_shell(code: int) -> int:
 def run_plain(cluster: Path, command: Sequence[str]) -> int:
     """The command once, for local processes as many as there are devices: nothing is emulated."""
     read = load_cluster(cluster, None)
+    check(read)
     _refuse_missing(command)
     with _folder() as folder:
         path = Path(folder, "cluster.toml")

@@ -54,10 +54,12 @@ def start(within: tuple[str, ...], *words: str) -> subprocess.Popen[str]:
 
 @needs_root
 def test_fifty_times_up_and_down_leave_nothing() -> None:
+    """With every kind of limit, and where the kernel knows how, packets that are delayed."""
     assert not left_over(os.getpid())
     children = len(psutil.Process().children(recursive=True))
+    limited = tuple(replace(device, memory_bytes=500_000_000) for device in PAIR.devices)
     for _ in range(50):
-        with devices.emulated(PAIR, FAST) as emulation:
+        with devices.emulated(replace(PAIR, devices=limited, latency_s=1e-3), FAST) as emulation:
             subprocess.run([*emulation.within["a"], "true"], check=True)
             assert left_over(os.getpid())
     assert not left_over(os.getpid())
@@ -79,11 +81,17 @@ def emulate(path: Path, *words: str, options: tuple[str, ...] = ()) -> subproces
 
 
 SLEEP = (sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(600)")
+DETACHED = """
+import subprocess, time
+own = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print('asleep', flush=True)
+time.sleep(600)
+"""
 
 
-def asleep(folder: Path) -> subprocess.Popen[str]:
+def asleep(folder: Path, *words: str) -> subprocess.Popen[str]:
     """A run whose commands sleep on both devices."""
-    process = emulate(cluster_file(folder), *SLEEP)
+    process = emulate(cluster_file(folder), *(words or SLEEP))
     assert process.stdout is not None
     for line in process.stdout:
         if "pi-1 asleep" in line or "pi-0 asleep" in line:
@@ -103,18 +111,21 @@ def test_a_stopped_run_takes_everything_down(tmp_path: Path, how: signal.Signals
 
 @needs_root
 def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
-    process = asleep(tmp_path)
-    commands = psutil.Process(process.pid).children(recursive=True)
+    """Also what its commands have started themselves, which does not end with them."""
+    process = asleep(tmp_path, sys.executable, "-c", DETACHED)
+    commands = psutil.Process(process.pid).children()
     assert len(commands) == 2
+    own = [each for command in commands for each in command.children()]
+    assert own and all(each.name() == "sleep" for each in own)
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(commands, timeout=10)
-    assert not alive
+    assert not alive and all(each.is_running() for each in own)
     assert left_over(process.pid)
     folders = list(Path(tempfile.gettempdir()).glob(f"{FAMILY}{process.pid}-*"))
     devices.remove_leftovers()
     assert folders and not any(folder.exists() for folder in folders)
-    assert not left_over(process.pid)
+    assert not left_over(process.pid) and not psutil.wait_procs(own, timeout=10)[1]
 
 
 @needs_root
@@ -205,9 +216,7 @@ def test_what_other_programs_take_is_told_apart_from_our_own(monkeypatch: pytest
     counted = others.Others()
     clock.update(now=110.0, busy=65.0, own=17.0)
     assert counted.cores() == pytest.approx(0.5)
-    assert others.note(0.5).startswith("other programs took 0.5 of 2 cores meanwhile") and not others.note(
-        0.1
-    )
+    assert others.note(0.5).startswith("others took 0.5 of 2 cores meanwhile") and not others.note(0.1)
 
 
 def test_what_we_have_started_is_our_own() -> None:
@@ -275,6 +284,22 @@ def test_root_without_its_rights_is_told_so(right: str, lacking: bool) -> None:
     words = ("setpriv", f"--bounding-set=-{right}", f"--inh-caps=-{right}", sys.executable, "-c", asking)
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     assert ("root with all its rights" in said) is lacking
+
+
+def test_plain_processes_have_no_links_that_could_be_kept_to(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path)
+    path.write_text(path.read_text() + '\nshared = "40Mbit"')
+    process = emulate(path, "true", options=("--plain",))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "leave out [[link]] and `shared`" in errors
+
+
+def test_a_console_that_lacks_a_sign_shows_another(tmp_path: Path) -> None:
+    """And goes on: else whoever printed it would wait for ever."""
+    command = [sys.executable, "-m", "manyhands.cli", "plan", "demo", "--devices", "2"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C.UTF-8"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=ascii_only)
+    assert ended.returncode == 0 and not ended.stderr
 
 
 def test_plain_processes_are_labelled_as_such(tmp_path: Path) -> None:

@@ -39,12 +39,22 @@ print((time.process_time() - busy) / (time.perf_counter() - start))
 """
 
 
-BUCKET = """
-from pyroute2 import IPRoute
-with IPRoute() as route:
-    (queue,) = [q for q in route.get_qdiscs() if q.get_attr("TCA_KIND") == "tbf"]
-    parms = queue.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")
-    print(round(parms["rate"] * parms["buffer"] * 64 / 1e9))  # its size in time, in ticks of 64 ns
+HEARS = """
+import socket, struct, sys, time
+with socket.create_server(("", 5000)) as server:
+    print("ready", flush=True)
+    peer, _ = server.accept()
+    for _ in range(10):
+        message = peer.recv(int(sys.argv[1]), socket.MSG_WAITALL)
+        print(time.monotonic() - struct.unpack_from("d", message)[0])
+"""
+SAYS = """
+import socket, struct, sys, time
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    for _ in range(10):
+        time.sleep(0.1)
+        peer.sendall(struct.pack("d", time.monotonic()).ljust(int(sys.argv[2])))
 """
 
 
@@ -129,14 +139,19 @@ def test_control_groups_that_are_read_only_are_told_in_a_line() -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("bytes_per_s", [5e6, 50e6])
-def test_little_passes_at_once_after_a_pause(bytes_per_s: float) -> None:
-    """Else messages after computing would travel faster than the wire is."""
+@pytest.mark.parametrize("bytes_per_s", [2e6, 5e6, 35e6])
+def test_a_message_after_a_pause_takes_as_long_as_on_the_wire(bytes_per_s: float) -> None:
+    """Of 50 kB, like the border of a tile. Little passes at once, or messages after computing would be faster
+    than the wire is. Each takes at least so long; that none takes much longer, one of ten shows.
+    """
+    size, passes = 50_000, max(9_000, bytes_per_s / 1000)
     with network.wired({"a": bytes_per_s, "b": bytes_per_s}) as wires:
-        told = subprocess.run(
-            [*wires.before("a"), sys.executable, "-c", BUCKET], capture_output=True, text=True, check=True
-        )
-    assert int(told.stdout) <= max(70_000, bytes_per_s / 1000) * 1.01
+        hears = start(wires.before("b"), sys.executable, "-c", HEARS, str(size))
+        assert hears.stdout is not None and hears.stdout.readline() == "ready\n"
+        start(wires.before("a"), sys.executable, "-c", SAYS, network.address(1), str(size)).wait()
+        taken = [float(word) for word in hears.communicate()[0].split()]
+    assert len(taken) == 10 and min(taken) > 0.95 * (size - passes) / bytes_per_s
+    assert min(taken) < 1.1 * size / bytes_per_s + 0.005
 
 
 @needs_root

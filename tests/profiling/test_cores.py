@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from manyhands.ir.cluster import cores_here
 from manyhands.profiling import device
 
 
@@ -39,6 +42,28 @@ def test_a_core_is_looked_at_until_it_becomes_no_slower(
     threads = torch.get_num_threads()
     assert device.core_flops_per_s() == pytest.approx(found)
     assert seen == [device.LOOK_S] * 2 * looks and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ({"cpu.max": "10000 100000"}, 1),
+        ({}, 64),
+    ],
+)
+def test_a_container_has_as_many_cores_as_its_time_is_worth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    """In both versions of control groups."""
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert cores_here(tmp_path) == cores
 
 
 def test_cores_are_busy_meanwhile_and_not_afterwards() -> None:

@@ -61,6 +61,16 @@ def test_a_peer_that_was_not_raced_is_not_beaten() -> None:
     assert "NOT ALL MEASURED" in printed(peers.table((cell("vgg16-bn", auto=1.0, one=2.1),)))
 
 
+def test_a_peer_that_something_is_required_over_and_that_broke_is_not_beaten_either() -> None:
+    def broke(name: str) -> peers.Cell:
+        conditions = replace(CONDITIONS, refused=((name, "it broke."),))
+        return replace(cell("vgg16-bn", auto=1.0, one=2.1), conditions=conditions)
+
+    assert broke(peers.DDP).within is False and broke("FSDP2").within is None
+    text = printed(peers.table((broke(peers.DDP),)))
+    assert "4 required, FAILED" in text and "DistributedDataParallel is left out: it broke." in text
+
+
 def test_a_peer_with_a_race_of_its_own_is_compared_with_what_auto_took_in_that() -> None:
     slow = cell("resnet18", auto=1.0, one=1.6)
     beside = replace(slow, laps=(*slow.laps, Lap(peers.DDP, 6.0, each_s=(6.0,), beside_s=2.0)))
@@ -129,11 +139,12 @@ def test_cells_that_are_kept_are_of_the_same_program_and_question(monkeypatch: p
 
 
 def unequal_result(
-    auto_s: float, alone_s: float, equal_s: float, layouts: str, all_s: float = 2.0
+    auto_s: float, alone_s: float, equal_s: float, layouts: str, all_s: float = 2.0, two_s: float = 2.0
 ) -> unequal.Result:
     named = (Lap("auto", auto_s, None, layouts), Lap(unequal.ALONE, alone_s, None, "whole"))
     chosen = (unequal.FAST,) if layouts == "whole" else tuple(unequal.DEVICES)
-    others = Lap("equal batch", equal_s, None, "batch:4"), Lap(unequal.ALL, all_s, None, "batch:4")
+    others = [Lap("equal batch", equal_s, None, "batch:4")]
+    others += [Lap(name, all_s if name == "all four" else two_s, None, "batch:4") for name in unequal.SHARED]
     return unequal.Result(100.0, (*named, *others), chosen, CONDITIONS)
 
 
@@ -144,6 +155,7 @@ def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() ->
     assert unequal_result(1.2, 1.2, 1.5, "whole").within
     assert not unequal_result(1.2, 1.2, 1.1, "whole").within
     assert not unequal_result(1.2, 1.2, 1.5, "whole", all_s=1.1).within
+    assert not unequal_result(1.2, 1.2, 1.5, "whole", two_s=1.1).within
 
 
 def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row:
@@ -170,6 +182,21 @@ def test_each_limit_of_the_tiled_setting_can_fail_it(
     assert result.within == within == (not any("NOT REACHED" in str(each) for each in result.verdicts))
 
 
+def test_one_core_is_never_taken_to_be_slower_than_a_fourth_of_four() -> None:
+    row = tiled_row(6, 1.0)
+    assert row.over_one_core == 24.0
+    assert replace(row, one_core=Lap("one-core", 30.0)).over_one_core == 24.0
+    assert replace(row, one_core=Lap("one-core", 18.0)).over_one_core == 18.0
+
+
+def test_a_plan_says_how_it_was_chosen() -> None:
+    assert Lap("auto", 1.0, layouts="rows:4").plan == "rows:4"
+    own = Lap("auto", 1.0, layouts="rows:4", tried=6)
+    assert own.plan == "rows:4 (the planner's own, of 6 in a trial)"
+    won = replace(own, gain=1.125)
+    assert won.plan == "rows:4 (1.12 times as fast as the planner's own, of 6 in a trial)"
+
+
 def test_what_was_not_measured_is_said_so() -> None:
     result = tiled.Result((tiled_row(6, 1.3, 25.0), tiled_row(2, 1.0)), ())
     assert [verdict.reached for verdict in result.verdicts] == [None, True, None, None]
@@ -182,7 +209,8 @@ def test_what_was_not_measured_is_said_so() -> None:
 
 GIVEN = {
     **{"auto": 1.2, "per layer": 2.0, "all fused": 3.0, "pi-0": 6.0, tiled.ONE_CORE: 24.0},
-    **{unequal.ALONE: 1.5, unequal.ALL: 1.3, "equal batch": 4.0, "equal rows": 5.0},
+    **{unequal.ALONE: 1.5, "equal batch": 4.0, "equal rows": 5.0},
+    **{"pi-5 and one pi-3": 1.4, "pi-5 and two pi-3": 1.6, "all four": 1.3},
     **{peers.ONE: 2.4, CHANNELS_LAST: 1.8, peers.DDP: 9.0},
 }
 
@@ -235,9 +263,13 @@ def test_unequal_devices_from_end_to_end(given: pytest.MonkeyPatch) -> None:
     assert "0.8667, 1 required: NOT REACHED" in printed(unequal.table(result))
     assert not json.loads(json.dumps(unequal.to_json(result)))["within"]
     given.setattr(
-        unequal, "laps", lambda *_: (result.laps, {"auto": None}, Conditions(1.0, CORE, ("why not",)))
+        unequal,
+        "laps",
+        lambda *_: (result.laps, {"auto": None}, Conditions(1.0, CORE, (("all four", "why not"),))),
     )
-    with pytest.raises(RunError, match="without all four, .* there is nothing to compare with: why not"):
+    with pytest.raises(
+        RunError, match="without all four, .* there is nothing to compare with: all four: why not"
+    ):
         unequal.run(100.0, None, 1, lambda _: None)
 
 

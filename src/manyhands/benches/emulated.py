@@ -43,36 +43,40 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of a race: how many times as fast as asked for all was, operations a second of a core here, why
-    which contestants could not take part, and how many cores other programs took meanwhile.
+    """Of a race: how many times as fast as asked for all was, operations a second of a core here, which
+    contestants could not take part, and why, and how many cores others took meanwhile.
     """
 
     dilation: float
     core_flops_per_s: float
-    refused: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
     others_cores: float = 0.0
 
     def __str__(self) -> str:
         core = f"cores of {self.core_flops_per_s / 1e9:.0f} GFLOP/s"
         text = f"measured {self.dilation:.3g} times as fast as asked for, on {core}, without limits of memory"
-        return "; ".join(filter(None, (text, note(self.others_cores).upper(), *self.refused)))
+        left_out = (f"{name} is left out: {why}" for name, why in self.refused)
+        return "; ".join(filter(None, (text, note(self.others_cores).upper(), *left_out)))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is required, and what was seen of it, if it was measured."""
+    """What is required, and what was seen of it, if it was measured. `failed`: it was to be, and broke."""
 
     what: str
     required: float
     seen: float | None
+    failed: bool = False
 
     @property
     def reached(self) -> bool | None:
-        return None if self.seen is None else self.seen >= self.required
+        if self.seen is None:
+            return False if self.failed else None
+        return self.seen >= self.required
 
     def __str__(self) -> str:
         if self.seen is None:
-            return f"{self.what}: {self.required:g} required, NOT MEASURED"
+            return f"{self.what}: {self.required:g} required, {'FAILED' if self.failed else 'NOT MEASURED'}"
         return f"{self.what}: {self.seen:.4g}, {self.required:g} required: {SAID[self.reached]}"
 
 
@@ -96,7 +100,7 @@ class Lap:
 
     `spent_s`: of a plan, what its devices did in a step on average, by their own clocks. `each_s`: all that
     was measured, of which `seconds` is the median. `beside_s`: of a peer with a race of its own, what `auto`
-    took in that.
+    took in that. `gain`: of a plan that won a trial, how many times as fast as the planner's own.
     """
 
     name: str
@@ -107,6 +111,7 @@ class Lap:
     spent_s: tuple[tuple[str, float], ...] = ()
     each_s: tuple[float, ...] = ()
     beside_s: float | None = None
+    gain: float | None = None
 
     @property
     def spread(self) -> str:
@@ -116,7 +121,14 @@ class Lap:
     @property
     def plan(self) -> str:
         """Its layouts, and how it was chosen."""
-        return self.layouts + (f" (of {self.tried} in a trial)" if self.tried > 1 else "")
+        if self.tried == 1:
+            return self.layouts
+        how = (
+            "the planner's own"
+            if self.gain is None
+            else f"{self.gain:.2f} times as fast as the planner's own"
+        )
+        return f"{self.layouts} ({how}, of {self.tried} in a trial)"
 
     @property
     def spent(self) -> str:
@@ -211,26 +223,27 @@ def laps(
         tell("how long layers take")
         cluster = foreseeable(model, inputs, batch, emulation, setting.sharing or setting.cluster.names)
         found: dict[str, Sequence[Plan]] = {}
-        refused = []
+        refused = list[tuple[str, str]]()
         for name, choose in plans.items():
             try:
                 found[name] = choose(graph, cluster)
             except RequestError as error:
-                refused.append(f"{name} is left out: {error}")
+                refused.append((name, str(error)))
                 if name == AUTO:
                     raise RequestError(f"there is no plan to race with: {error}") from None
         alone = tuple(name for name in peers if name in ALONE)
         job = RaceJob(model, inputs, batch, (), alone, rounds, sources)
-        chosen = {name: _fastest(some, job, emulation, tell) for name, some in found.items()}
-        tell("the race")
         others = Others()
+        won = {name: _fastest(some, job, emulation, tell) for name, some in found.items()}
+        chosen = {name: plan for name, (plan, _) in won.items()}
+        tell("the race")
         took, beside = race(emulation, replace(job, plans=tuple(chosen.items()))), dict[str, Raced]()
         for peer in (name for name in peers if name not in ALONE):
             tell(f"the race with {peer}")
             try:
                 both = race(emulation, replace(job, plans=((AUTO, chosen[AUTO]),), peers=(peer,)))
             except RunError as error:
-                refused.append(f"{peer} is left out: {error}")
+                refused.append((peer, str(error)))
                 continue
             beside[peer], took[peer] = both[AUTO], both[peer]
         taken = others.cores()
@@ -244,22 +257,28 @@ def laps(
         tried = len(found.get(name, [0]))
         each = tuple(factor * seconds for seconds in raced.seconds)
         beside_s = factor * median(beside[name].seconds) if name in beside else None
-        result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each, beside_s))
+        gain = won[name][1] if name in won else None
+        result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each, beside_s, gain))
     return tuple(result), chosen, Conditions(factor, core, tuple(refused), taken)
 
 
-def _fastest(plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell) -> Plan:
-    """The first of plans that promise much the same, or one that is clearly faster on these devices."""
+def _fastest(
+    plans: Sequence[Plan], job: RaceJob, emulation: Emulation, tell: Tell
+) -> tuple[Plan, float | None]:
+    """The first of plans that promise much the same, or one that is clearly faster on these devices, and then
+    how many times as fast.
+    """
     if len(plans) == 1:
-        return plans[0]
+        return plans[0], None
     tell(f"a trial of the {len(plans)} most promising plans")
     numbered = {str(number): plan for number, plan in enumerate(plans)}
     fastest = min(took := _trial(numbered, job, emulation, TRIAL_ROUNDS), key=took.__getitem__)
     if took[fastest] >= CLEARLY * took["0"]:
-        return plans[0]
+        return plans[0], None
     tell("a trial of the chosen plan and the fastest")  # of many, one is fast by chance
     took = _trial({"0": plans[0], fastest: numbered[fastest]}, job, emulation, FINAL_ROUNDS)
-    return numbered[fastest] if took[fastest] < CLEARLY * took["0"] else plans[0]
+    won = took[fastest] < CLEARLY * took["0"]
+    return (numbered[fastest], took["0"] / took[fastest]) if won else (plans[0], None)
 
 
 def _trial(plans: Mapping[str, Plan], job: RaceJob, emulation: Emulation, rounds: int) -> dict[str, float]:

@@ -81,7 +81,11 @@ class Cell:
         exact = [times for name in self.exact if (times := self.faster(name)) is not None]
         fastest = Verdict("times as fast as the fastest exact peer", NOISE, min(exact, default=None))
         required = REQUIRED.get((self.model, self.mbit), {})
-        return fastest, *(Verdict(f"times as fast as {n}", t, self.faster(n)) for n, t in required.items())
+        failed = [name for name, _ in self.conditions.refused] if self.conditions else []
+        return fastest, *(
+            Verdict(f"times as fast as {name}", times, self.faster(name), name in failed)
+            for name, times in required.items()
+        )
 
     @property
     def within(self) -> bool | None:

@@ -57,7 +57,10 @@ class Row:
 
     @property
     def one_core_s(self) -> float:
-        return self.one_core.seconds
+        """As measured, or what follows from one device, if that is less: of very small parts of a core the
+        kernel may give too little.
+        """
+        return min(self.one_core.seconds, CORES * self.one_device_s)
 
     @property
     def one_device_s(self) -> float:
@@ -117,7 +120,8 @@ class Result:
         six = self.best(6)
         found.append(Verdict("6 devices: of the ideal", OF_IDEAL, None if six is None else six.of_ideal))
         less = [m.less for m in self.memory if m.devices == 6 and m.mbit == JUDGED]
-        found.append(Verdict("6 devices: times less memory", LESS_MEMORY, min(less, default=None)))
+        what = "6 devices: times less that a process grows by in a step"
+        found.append(Verdict(what, LESS_MEMORY, min(less, default=None)))
         return tuple(found)
 
     @property

@@ -22,8 +22,9 @@ ROOT = Path("/sys/fs/cgroup")
 PERIOD_US, LONGEST_US = 5_000, 20_000  # of time: whoever has had its part waits for so long at most
 LEAST_US = 1_000  # of a period: the kernel knows no smaller part
 LEAST_CORES = LEAST_US / LONGEST_US
+_NO_QUOTA = {"cpu.cfs_quota_us": "-1", "cpu.max": "max"}
 _V1_FILES = {"memory": "memory.limit_in_bytes", "cpu": "cpu.cfs_quota_us"}
-_GONE_S = 5.0  # within which the kernel lets go of processes that were killed
+_GONE_S = 30.0  # within which the kernel lets go of processes that were killed, and of their memory
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,12 @@ def _limit(folder: Path, kind: str, limit: float) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """End what still runs in a group, and the group."""
+    """End what still runs in a group, and the group. At full speed: freeing memory takes time, too."""
     deadline = time.monotonic() + _GONE_S
+    for file, unlimited in _NO_QUOTA.items():
+        if (folder / file).exists():
+            with suppress(OSError):
+                (folder / file).write_text(unlimited)
     while True:
         with suppress(OSError):
             for line in (folder / "cgroup.procs").read_text().split():

@@ -21,7 +21,9 @@ from manyhands.errors import RequestError, RunError
 NAMESPACES = Path("/run/netns")
 PLUG = "eth0"  # the network device of every emulated device
 BUCKET_S = 0.001  # of a rate that may pass at once: timers of a busy machine come late by as much
-LEAST_BUCKET = 70_000  # bytes: the kernel hands over packets of up to 64 kB and their headers
+LEAST_BUCKET = 9_000  # bytes: some frames, which the kernel hands over together
+LARGEST_PACKET = 65_536  # bytes that the kernel hands over together, if nobody says otherwise
+HEADERS = 400  # bytes, more than it takes for what is handed over together
 TRIES = 20  # to make a namespace
 COPY_ENDED = (RuntimeError, struct.error)  # what pyroute2 raises when a process of its own is no more
 QUEUE_S = 0.4  # after which a packet that waits for its turn is dropped
@@ -94,6 +96,7 @@ class Network:
 
     def make(self, bytes_per_s: Mapping[str, float], latency_s: float) -> None:
         from pyroute2 import IPRoute
+        from pyroute2.netlink.exceptions import NetlinkError
 
         for name in (self.switch, *map(self.namespace, self.devices)):
             _create(name)
@@ -115,6 +118,9 @@ class Network:
                     own.addr("add", index=eth, address=address(number), prefixlen=16)
                     own.link("set", index=eth, state="up")
                     _shape(own, eth, bytes_per_s[device])
+                    most = min(_bucket(rate) for rate in bytes_per_s.values()) - HEADERS
+                    with suppress(NetlinkError):  # of an old kernel: then the queue takes packets apart
+                        own.link("set", index=eth, gso_max_size=min(most, LARGEST_PACKET))
                     if latency_s:
                         self.delayed = _delay(own, eth, latency_s)
 
@@ -132,12 +138,17 @@ class Network:
 
 def _shape(route: Any, index: int, bytes_per_s: float) -> None:
     """A rate; who waits for it is sorted as on a Linux machine."""
-    bucket = max(int(BUCKET_S * bytes_per_s), LEAST_BUCKET)
+    bucket = _bucket(bytes_per_s)
     limit = bucket + int(QUEUE_S * bytes_per_s)
     route.tc("add", "tbf", index, 0x10000, rate=int(bytes_per_s), burst=bucket, limit=limit, mtu=0)
     for kind in ("fq_codel", "pfifo_fast"):  # what Linux machines have by default, the one or the other
         if _child(route, kind, index, 0x20000):
             break
+
+
+def _bucket(bytes_per_s: float) -> int:
+    """Bytes that pass at once after a pause."""
+    return max(int(BUCKET_S * bytes_per_s), LEAST_BUCKET)
 
 
 def _delay(route: Any, index: int, latency_s: float) -> bool:

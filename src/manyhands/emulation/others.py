@@ -1,7 +1,10 @@
-"""What other programs take of this machine's cores while devices are emulated on them."""
+"""What others take of the cores while devices are emulated on them: other programs, or whoever else is on the
+host of a virtual machine.
+"""
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 
@@ -28,15 +31,14 @@ def note(cores: float) -> str:
     """Where that is much: in words."""
     if cores <= MUCH * cores_here():
         return ""
-    return (
-        f"other programs took {cores:.1f} of {cores_here()} cores meanwhile, so devices may have been slower"
-    )
+    return f"others took {cores:.1f} of {cores_here()} cores meanwhile, so devices may have been slower"
 
 
 def _busy_s() -> float:
-    """Of all cores of the machine, together."""
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system)
+    """Of all cores that we may use, together, as long as the machine is up."""
+    ours = os.sched_getaffinity(0)
+    cores = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in ours]
+    return float(sum(each.user + each.nice + each.system + each.steal for each in cores))
 
 
 def _own_s() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,11 +104,12 @@ def local_cluster(num_devices: int) -> Cluster:
     return Cluster(tuple(Device(f"device-{i}") for i in range(num_devices)), 1e9, 50e-6, cores=cores_here())
 
 
-def cores_here(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+def cores_here(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may use: those it is bound to, or fewer where a container's time is limited."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        limit, period = quota.read_text().split()
-        return max(1, min(bound, round(int(limit) / int(period))))
-    except (OSError, ValueError):  # no such system, or no limit
-        return bound
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2, version 1
+        with suppress(OSError, ValueError):  # no such system, or no limit
+            limit, period = (int(word) for file in files for word in (groups / file).read_text().split())
+            if limit > 0:
+                return max(1, min(bound, round(limit / period)))
+    return bound

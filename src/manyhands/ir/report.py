@@ -142,5 +142,5 @@ class EmulatedRun:
     bytes_per_s: float  # of every wire, as emulated
     held_back_s: float  # our messages, where the kernel cannot delay packets
     devices: tuple[Outcome, ...]
-    others_cores: float  # of this machine, that other programs took meanwhile
+    others_cores: float  # of this machine, that others took meanwhile
     failure: str | None = None  # which device needed more memory than it has
