@@ -138,6 +138,31 @@ def test_control_groups_that_are_read_only_are_told_in_a_line() -> None:
     assert told[1].endswith("cannot limit memory: Read-only file system.")
 
 
+def test_whatever_is_handed_over_together_fits_into_the_bucket_with_the_headers_of_its_frames() -> None:
+    """Linux takes 320 bytes off what it is told, for its own headers."""
+    for rate in map(float, range(1_000_000, 80_000_000, 50_000)):
+        passes, content = max(9_000, rate / 1000), network.largest_packet(rate) - 320
+        framed = content + 66 * -(-content // 1448)
+        assert 0.9 * min(passes, 65_536) < framed <= passes
+
+
+@needs_root
+@pytest.mark.parametrize("bytes_per_s", [12.5e6, 30.15e6, 41.5e6])
+def test_a_wire_does_not_take_packets_apart(bytes_per_s: float) -> None:
+    """What is handed over together stays so: one by one frames cost several times as much of the cores."""
+    with network.wired({"a": bytes_per_s, "b": bytes_per_s}) as wires:
+        receiver = start(wires.before("b"), sys.executable, "-c", RECEIVER)
+        assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        size = str(int(bytes_per_s))
+        start(wires.before("a"), sys.executable, "-c", SENDER, network.address(1), size).wait()
+        receiver.communicate()
+        words = [*wires.before("a"), "cat", "/proc/net/dev"]
+        lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    counts = next(line for line in lines if network.PLUG in line).partition(":")[2].split()
+    sent_bytes, packets = int(counts[8]), int(counts[9])
+    assert sent_bytes / packets > 0.4 * network.largest_packet(bytes_per_s)
+
+
 @needs_root
 @pytest.mark.parametrize("bytes_per_s", [2e6, 5e6, 35e6])
 def test_a_message_after_a_pause_takes_as_long_as_on_the_wire(bytes_per_s: float) -> None:

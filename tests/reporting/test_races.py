@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from manyhands.benches import peers, scaling, tiled, unequal
@@ -78,6 +79,22 @@ def test_a_peer_with_a_race_of_its_own_is_compared_with_what_auto_took_in_that()
     assert "DistributedDataParallel 6.00-6.00 s (auto beside it 2.00 s)" in printed(peers.table((beside,)))
 
 
+def test_devices_are_as_fast_as_a_step_by_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.5 s for a device of 25 GFLOP/s; and it is a training step, in which weights and statistics change."""
+    named, model = list[str](), torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+
+    def load(name: str) -> torch.nn.Module:
+        named.append(name)
+        return model
+
+    monkeypatch.setattr(peers, "load_model", load)
+    operations, step = peers.yardstick()
+    step()
+    state = model.state_dict()
+    assert operations == 25e9 * 3.5 and named == ["resnet18"]
+    assert state["1.num_batches_tracked"] == 1 and not torch.equal(state["1.weight"], torch.ones(4))
+
+
 def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[tuple[str, ...]] = []
 
@@ -86,7 +103,7 @@ def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
         return cell("unet", auto=1.0, one=1.0)
 
     monkeypatch.setattr(peers, "_cell", race)
-    monkeypatch.setattr(peers, "core_speed", lambda _: CORE)
+    monkeypatch.setattr(peers, "core_speed", lambda *_: CORE)
     for rivals in ((peers.DDP,), (peers.ONE,), ()):
         peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None)
     every = tuple(name for name in PEERS if name != DISTCONV)
@@ -101,7 +118,7 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
         return cell(setting.model, auto=1.0, one=3.0, ddp=9.0)
 
     monkeypatch.setattr(peers, "_cell", race)
-    monkeypatch.setattr(peers, "core_speed", lambda _: CORE)
+    monkeypatch.setattr(peers, "core_speed", lambda *_: CORE)
 
     def run(*only: str) -> tuple[peers.Cell, ...]:
         return peers.run(only, (100.0,), (), None, 1, tmp_path, lambda _: None)
@@ -118,7 +135,7 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
     assert times == {peers.ONE: 3.0, f"{peers.DDP} (not exact)": 9.0}
     with pytest.raises(RequestError, match="resnet81 is not one of"):
         run("resnet81")
-    monkeypatch.setattr(peers, "core_speed", lambda _: 2 * CORE)
+    monkeypatch.setattr(peers, "core_speed", lambda *_: 2 * CORE)
     with pytest.raises(RequestError, match="measured on cores of 50 GFLOP/s, these have 100"):
         run("mobilenetv2", "unet")  # told before the first is raced
     assert raced == ["resnet18", "unet"]
@@ -235,7 +252,7 @@ def given_laps(
 def given(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for module in (peers, scaling, tiled, unequal):
         monkeypatch.setattr(module, "laps", given_laps)
-        monkeypatch.setattr(module, "core_speed", lambda _: CORE)
+        monkeypatch.setattr(module, "core_speed", lambda *_: CORE)
     return monkeypatch
 
 
@@ -324,7 +341,7 @@ def test_a_mistake_is_told_before_anything_is_timed(
     given: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
     for module in (peers, scaling, tiled, unequal):
-        given.setattr(module, "core_speed", lambda _: pytest.fail("it began"))
+        given.setattr(module, "core_speed", lambda *_: pytest.fail("it began"))
     ended = in_process("bench", *words)
     assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1
 

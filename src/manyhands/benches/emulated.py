@@ -18,7 +18,7 @@ from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of, promising
 from manyhands.peers import ALONE
 from manyhands.planning.deciding import Option
-from manyhands.profiling.device import core_flops_per_s
+from manyhands.profiling.device import Work, core_flops_per_s
 from manyhands.racing import Raced, RaceJob, foreseeable, race
 
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
@@ -135,11 +135,13 @@ class Lap:
         return ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in self.spent_s)
 
 
-def core_speed(tell: Tell) -> float:
-    """Operations a second of a core of this machine, where devices can be emulated."""
+def core_speed(tell: Tell, make: Callable[[], Work] | None = None) -> float:
+    """Operations a second of a core of this machine, where devices can be emulated: of convolutions, or of
+    other work.
+    """
     require()
     tell("how fast this machine's cores are while all are busy")
-    return core_flops_per_s()
+    return core_flops_per_s(make)
 
 
 def check_settings(settings: Iterable[Setting], core: float, dilation: float | None) -> None:

@@ -36,10 +36,13 @@ from manyhands.errors import RequestError
 from manyhands.ir.cluster import cores_here
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
-from manyhands.peers import ALONE, DISTCONV, ONE, PEERS
+from manyhands.peers import ALONE, DISTCONV, ONE, PEERS, Arena, one_device
+from manyhands.profiling.device import Work
 
 DEVICES = 4
-GFLOPS = 25.0  # of each: so one alone takes 3.5 s for a step of ResNet-18 and 40 s for one of VGG16-BN
+# A device is so fast that alone, by torch, it takes 3.5 s for a step of ResNet-18: as fast as the quarter of a
+# core with which this was tried first. The step has 85e9 operations, so that is called 25 GFLOP/s.
+YARDSTICK, ALONE_S, GFLOPS = "resnet18", 3.5, 25.0
 RATES = (1000.0, 100.0, 25.0)  # Mbit/s
 MODELS = {
     "vgg16-bn": ((3, 224, 224), 8),
@@ -123,7 +126,7 @@ def run(
         raise RequestError(f"wire = {wire!r}: there is only bfloat16.")
     if keep is not None:
         _make_folder(keep)
-    core = core_speed(tell)
+    core = core_speed(tell, yardstick)
     paths = tuple(str(Path(source).resolve()) for source in sources)
     kinds = conditions_of(str((GFLOPS, dilation, rounds, peers, paths, wire)))
     files = {} if keep is None else {(m, r): keep / f"{m}-{r:g}-{kinds}.json" for m, r in wanted}
@@ -142,6 +145,14 @@ def run(
             part.write_text(json.dumps(encode(cell)))
             part.replace(files[model, mbit])
     return tuple(cells[case] for case in wanted)
+
+
+def yardstick() -> Work:
+    """A step by torch alone that takes a device `ALONE_S`, and how many operations that is of its speed."""
+    shape, batch = MODELS[YARDSTICK]
+    step = one_device(Arena(partial(load_model, YARDSTICK), torch.randn(batch, *shape), 0, 1))
+    assert step is not None
+    return int(1e9 * GFLOPS * ALONE_S), step
 
 
 def conditions_of(asked: str) -> str:

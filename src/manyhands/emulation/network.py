@@ -23,7 +23,7 @@ PLUG = "eth0"  # the network device of every emulated device
 BUCKET_S = 0.001  # of a rate that may pass at once: timers of a busy machine come late by as much
 LEAST_BUCKET = 9_000  # bytes: some frames, which the kernel hands over together
 LARGEST_PACKET = 65_536  # bytes that the kernel hands over together, if nobody says otherwise
-HEADERS = 400  # bytes, more than it takes for what is handed over together
+FRAMED = 1.05  # times as long, with the headers of every frame, is what is handed over together for a bucket
 TRIES = 20  # to make a namespace
 COPY_ENDED = (RuntimeError, struct.error)  # what pyroute2 raises when a process of its own is no more
 QUEUE_S = 0.4  # after which a packet that waits for its turn is dropped
@@ -118,9 +118,9 @@ class Network:
                     own.addr("add", index=eth, address=address(number), prefixlen=16)
                     own.link("set", index=eth, state="up")
                     _shape(own, eth, bytes_per_s[device])
-                    most = min(_bucket(rate) for rate in bytes_per_s.values()) - HEADERS
+                    most = largest_packet(min(bytes_per_s.values()))
                     with suppress(NetlinkError):  # of an old kernel: then the queue takes packets apart
-                        own.link("set", index=eth, gso_max_size=min(most, LARGEST_PACKET))
+                        own.link("set", index=eth, gso_max_size=most)
                     if latency_s:
                         self.delayed = _delay(own, eth, latency_s)
 
@@ -149,6 +149,13 @@ def _shape(route: Any, index: int, bytes_per_s: float) -> None:
 def _bucket(bytes_per_s: float) -> int:
     """Bytes that pass at once after a pause."""
     return max(int(BUCKET_S * bytes_per_s), LEAST_BUCKET)
+
+
+def largest_packet(bytes_per_s: float) -> int:
+    """Bytes that are handed over together over a wire. If they did not fit into the bucket, the queue would
+    take them apart into frames, which costs several times as much of the processor.
+    """
+    return min(int(_bucket(bytes_per_s) / FRAMED), LARGEST_PACKET)
 
 
 def _delay(route: Any, index: int, latency_s: float) -> bool:

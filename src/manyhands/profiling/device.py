@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from threading import Event
@@ -29,6 +30,7 @@ COPY_BYTES = 32_000_000, 256_000_000  # least and most
 LOOK_S, LEAST_LOOKS, MOST_LOOKS = 3.0, 4, 7  # at busy cores, until they become no slower
 SETTLED = 0.98
 Clock = Callable[[], float]
+Work = tuple[int, Callable[[], object]]  # operations, and what takes them
 PASSES = 3  # forward, gradient of the input, gradient of the weights: equally many operations
 
 
@@ -91,16 +93,17 @@ def measure_device(
     )
 
 
-def core_flops_per_s() -> float:
-    """Of convolutions on one core of this machine while all of them are busy, when they have been so for a
-    while: after a pause, or alone, a core is faster. A second is one of the core's time that is ours, as a
-    quota counts it: what others take of it does not make it slower.
+def core_flops_per_s(make: Callable[[], Work] | None = None) -> float:
+    """Of convolutions, or other work, on one core of this machine while all of them are busy, when they have
+    been so for a while: after a pause, or alone, a core is faster. A second is one of the core's time that is
+    ours, as a quota counts it: what others take of it does not make it slower.
     """
+    look = partial(_one_core, make or _convolution)
     threads, found = torch.get_num_threads(), list[float]()
     try:
         with ThreadPoolExecutor(cores_here()) as pool:
             while len(found) < LEAST_LOOKS or (len(found) < MOST_LOOKS and found[-1] < SETTLED * found[-2]):
-                looks = list(pool.map(_one_core, [LOOK_S] * cores_here()))
+                looks = list(pool.map(look, [LOOK_S] * cores_here()))
                 found.append(mean(rounds.flops_per_s for rounds in looks))
     finally:
         torch.set_num_threads(threads)
@@ -131,9 +134,9 @@ def busy(num_cores: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _one_core(seconds: float) -> Rounds:
+def _one_core(make: Callable[[], Work], seconds: float) -> Rounds:
     torch.set_num_threads(1)
-    (rounds,) = _alternate((_convolution(),), seconds, time.thread_time)
+    (rounds,) = _alternate((make(),), seconds, time.thread_time)
     return rounds
 
 
@@ -143,7 +146,7 @@ def timed(work: Callable[[], object], clock: Clock = time.perf_counter) -> float
     return clock() - start
 
 
-def _product() -> tuple[int, Callable[[], None]]:
+def _product() -> Work:
     """Forward and backward of a product of matrices."""
     size = 512
     left, right = (torch.randn(size, size, requires_grad=True) for _ in range(2))
@@ -155,7 +158,7 @@ def _product() -> tuple[int, Callable[[], None]]:
     return PASSES * 2 * size**3, work
 
 
-def _convolution() -> tuple[int, Callable[[], None]]:
+def _convolution() -> Work:
     """Forward and backward of a convolution as they are in the middle of a ResNet."""
     batch, channels, side = 2, 64, 56
     image = torch.randn(batch, channels, side, side, requires_grad=True)
@@ -169,7 +172,7 @@ def _convolution() -> tuple[int, Callable[[], None]]:
 
 
 def _alternate(
-    works: tuple[tuple[int, Callable[[], None]], ...], seconds: float, clock: Clock = time.perf_counter
+    works: tuple[Work, ...], seconds: float, clock: Clock = time.perf_counter
 ) -> tuple[Rounds, ...]:
     """Rounds of each in turn, so that a disturbance meets all of them, after a warm-up."""
     for _, work in works:
