@@ -32,7 +32,7 @@ from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
 from manyhands.tracing.graphs import trace
 
-WARM_UP = 1  # round that does not count where peers take part: PowerSGD begins with its third step
+WARM_UP = 2  # rounds that do not count where peers take part: memory is still got, and PowerSGD begins
 Contestant = tuple[str, Step | None, Callable[[], None]]  # name, step, and what to do after steps in a row
 REHEARSED = 3  # steps of every plan from which forecasts are made: one alone may be anything
 PATIENCE_S = 3600.0  # of a contestant that has much to send over a thin wire

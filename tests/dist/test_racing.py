@@ -93,14 +93,14 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("rivals", "ours", "theirs"), [((), [2.0, 4.0], []), (("peer",), [4.0, 6.0], [40.0, 60.0])]
+    ("rivals", "ours", "theirs"), [((), [2.0, 4.0], []), (("peer",), [6.0, 8.0], [60.0, 80.0])]
 )
-def test_of_two_steps_the_second_counts_and_with_peers_not_in_the_first_round(
+def test_of_two_steps_the_second_counts_and_with_peers_not_in_the_first_rounds(
     monkeypatch: pytest.MonkeyPatch, rivals: tuple[str, ...], ours: list[float], theirs: list[float]
 ) -> None:
     """What comes between steps is in no step's time."""
     clock, said = Clock(), list[dict[str, Any]]()
-    plan, peer = [float(n) for n in range(1, 7)], [10.0 * n for n in range(1, 7)]
+    plan, peer = [float(n) for n in range(1, 9)], [10.0 * n for n in range(1, 9)]
     taking = [
         ("plan", lambda: clock.step("plan", plan), lambda: clock.step("settle", [1000.0])),
         ("idle", None, lambda: None),  # a device that is not part of it
