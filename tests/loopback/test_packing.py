@@ -209,3 +209,20 @@ def test_a_trial_can_compare_with_the_same_plan_as_it_is(bytes_per_s: float) -> 
     assert decision.best is not None and decision.best.plan.packed
     plans = [option.plan for option in decision.others if isinstance(option, Option)]
     assert replace(decision.best.plan, packed=False) in plans
+
+
+def test_what_pays_without_zeros_may_be_another_plan() -> None:
+    """VGG on a thin wire: several of the best plans are foreseen without them, not only the very best."""
+    with torch.device("meta"):
+        model, images = load_model("vgg16-bn"), torch.empty(8, 3, 224, 224)
+    graph = api.trace(model, images).graph
+    cluster = Cluster(tuple(Device(name, flops_per_s=25e9) for name in "abcd"), 25e6 / 8, 0.0)
+    decision = api.choose(graph, cluster)
+    options = [option for option in decision.others if isinstance(option, Option) and option.fits]
+    with_zeros = min((o for o in options if not o.plan.packed), key=lambda o: o.cost.seconds)
+    best, ways = decision.best, [{"packed": True}, {"packed": True, "ahead": True}]
+    assert best is not None and best.plan.packed
+    assert best.plan.segments != with_zeros.plan.segments
+    for way in ways:
+        packed = api.simulate(api.lower(graph, replace(with_zeros.plan, **way)), cluster).cost
+        assert best.cost.seconds < 0.97 * packed.seconds

@@ -124,13 +124,16 @@ def decide(
         found += changed
         fitting = sorted([*fitting, *changed], key=lambda option: _rank(option, cluster))
     few = fitting[:ROOMY]
-    fitting += [decider.with_room(option) for option in few if room]
     fitting += [decider.ahead(option) for option in few]
+    ways = [decider.with_room(option) for option in few if room]
+    ways += [decider.packed(option) for option in (*few, *ways) if decider.chooser.few]
+    fitting += ways
     best = min(fitting, key=lambda option: _rank(option, cluster), default=None)
     if best is not None:
         varied = [best, decider.packed(best)]
         varied += [decider.ahead(option) for option in varied]
         best = min(varied, key=lambda option: _rank(option, cluster))
+        varied += ways
         found += [replace(option, name="auto") for option in varied if option.plan != best.plan]  # for trials
     shown = [option if isinstance(option, Refused) else decider.with_memory(option) for option in named]
     others = (*shown, *(option for option in found if option is not best))
