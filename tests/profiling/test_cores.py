@@ -45,6 +45,17 @@ def test_a_core_is_looked_at_until_it_becomes_no_slower(
     assert seen == [device.LOOK_S] * 2 * looks and torch.get_num_threads() == threads
 
 
+def test_the_speed_of_a_core_is_that_of_the_work_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "LOOK_S", 0.05)
+    monkeypatch.setattr(device, "cores_here", lambda: 1)
+
+    def make() -> device.Work:
+        return 1_000_000, lambda: sum(range(20_000))
+
+    took = min(device.timed(make()[1], time.thread_time) for _ in range(20))
+    assert device.core_flops_per_s(make) == pytest.approx(1_000_000 / took, rel=0.6)
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [

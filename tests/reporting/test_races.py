@@ -81,7 +81,9 @@ def test_a_peer_with_a_race_of_its_own_is_compared_with_what_auto_took_in_that()
 
 def test_devices_are_as_fast_as_a_step_by_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """3.5 s for a device of 25 GFLOP/s; and it is a training step, in which weights and statistics change."""
-    named, model = list[str](), torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    named, seen = list[str](), list[object]()
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 8), torch.nn.BatchNorm2d(4))
+    model.register_forward_hook(lambda _, given, __: seen.append(tuple(given[0].shape)))
 
     def load(name: str) -> torch.nn.Module:
         named.append(name)
@@ -91,7 +93,7 @@ def test_devices_are_as_fast_as_a_step_by_torch_says(monkeypatch: pytest.MonkeyP
     operations, step = peers.yardstick()
     step()
     state = model.state_dict()
-    assert operations == 25e9 * 3.5 and named == ["resnet18"]
+    assert operations == 25e9 * 3.5 and (named, seen) == (["resnet18"], [(8, 3, 224, 224)])
     assert state["1.num_batches_tracked"] == 1 and not torch.equal(state["1.weight"], torch.ones(4))
 
 
@@ -102,8 +104,12 @@ def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
         raced.append(words[4])  # type: ignore[arg-type]
         return cell("unet", auto=1.0, one=1.0)
 
+    def speed(tell: object, make: object) -> float:
+        assert make is peers.yardstick  # and no single convolution
+        return CORE
+
     monkeypatch.setattr(peers, "_cell", race)
-    monkeypatch.setattr(peers, "core_speed", lambda *_: CORE)
+    monkeypatch.setattr(peers, "core_speed", speed)
     for rivals in ((peers.DDP,), (peers.ONE,), ()):
         peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None)
     every = tuple(name for name in PEERS if name != DISTCONV)
