@@ -60,7 +60,8 @@ with socket.create_connection((sys.argv[1], 5000)) as peer:
 
 @needs_root
 @pytest.mark.parametrize(
-    ("bytes_per_s", "out", "into"), [(2.5e6, 1, 10), (12.5e6, 1, 10), (12.5e6, 10, 1), (2.5e6, 10, 1)]
+    ("bytes_per_s", "out", "into"),
+    [(2.5e6, 1, 10), (12.5e6, 1, 10), (12.5e6, 10, 1), (2.5e6, 10, 1), (300e6, 1, 1)],
 )
 def test_a_wire_passes_its_rate_and_no_more(bytes_per_s: float, out: int, into: int) -> None:
     """Like iperf, over two seconds and more, from one end and into the other, where that is the thinner one.
@@ -75,6 +76,34 @@ def test_a_wire_passes_its_rate_and_no_more(bytes_per_s: float, out: int, into: 
         rate = float(receiver.communicate()[0])
         assert wires.sent_bytes("a") > 2.5 * bytes_per_s
     assert 0.85 < rate / bytes_per_s < 1.03
+
+
+@needs_root
+def test_where_the_kernel_delays_packets_rate_and_order_come_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waits for a thin wire is sorted then, too. The delay has a stand-in here."""
+    from pyroute2 import IPRoute
+
+    def delay(route: IPRoute, index: int, latency_s: float) -> bool:
+        bucket, top = 1_000_000, network.TC_H_ROOT
+        sizes = {"rate": 10**9, "burst": bucket, "limit": bucket, "mtu": 0}
+        route.tc("replace", "tbf", index, network.DELAY, parent=top, **sizes)
+        return latency_s == 0.01
+
+    monkeypatch.setattr(network, "_delay", delay)
+    with network.wired({"a": 12.5e6}, latency_s=0.01) as wires:
+        assert wires.delayed
+        with IPRoute(netns=wires.namespace("a")) as own:
+            (eth,) = own.link_lookup(ifname=network.PLUG)
+            queues = {each["handle"]: each for each in own.get_qdiscs(index=eth)}
+    chain = [(queues[handle]["parent"], queues[handle].get_attr("TCA_KIND")) for handle in sorted(queues)]
+    assert chain == [
+        (network.DELAY + 1, "tbf"),
+        (network.TOKENS + 1, chain[1][1]),
+        (network.TC_H_ROOT, "tbf"),
+    ]
+    assert chain[1][1] in ("fq_codel", "pfifo_fast")
 
 
 @needs_root

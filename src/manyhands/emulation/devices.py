@@ -97,15 +97,15 @@ def emulated(cluster: Cluster, core_flops_per_s: float, dilation: float | None =
     try:
         with unstopped():
             rates = {device.name: fast.bytes_per_s for device in fast.devices}
-            wires = stack.enter_context(network.wired(rates, fast.latency_s))
+            late_s = max(fast.latency_s - LATENCY_S, 0.0)
+            wires = stack.enter_context(network.wired(rates, late_s))
             groups = {
                 device.name: stack.enter_context(
                     cgroups.limited(device.name, memory_bytes=device.memory_bytes, cores=cores[device.name])
                 )
                 for device in fast.devices
             }
-        held_back_s = 0.0 if wires.delayed else max(fast.latency_s - LATENCY_S, 0.0)
-        yield Emulation(fast, factor, cores, wires, groups, held_back_s)
+        yield Emulation(fast, factor, cores, wires, groups, 0.0 if wires.delayed else late_s)
     finally:
         with unstopped():
             stack.close()

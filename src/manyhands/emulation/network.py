@@ -26,6 +26,8 @@ LARGEST_PACKET = 65_536  # bytes that the kernel hands over together, if nobody 
 FRAMED = 1.05  # what is handed over together is so many times as long with the headers of its frames
 TRIES = 20  # to make a namespace
 COPY_ENDED = (RuntimeError, struct.error)  # what pyroute2 raises when a process of its own is no more
+DELAY, TOKENS, ORDER = 0x30000, 0x10000, 0x20000  # queues, from the first to the last
+TC_H_ROOT = 0xFFFFFFFF  # where the first is put
 QUEUE_S = 0.4  # after which a packet that waits for its turn is dropped
 
 
@@ -117,12 +119,10 @@ class Network:
                     (eth,) = own.link_lookup(ifname=PLUG)
                     own.addr("add", index=eth, address=address(number), prefixlen=16)
                     own.link("set", index=eth, state="up")
-                    _shape(own, eth, bytes_per_s[device])
+                    self.delayed = _shape(own, eth, bytes_per_s[device], latency_s)
                     most = largest_packet(min(bytes_per_s.values()))
                     with suppress(NetlinkError):  # of an old kernel: then the queue takes packets apart
                         own.link("set", index=eth, gso_max_size=most)
-                    if latency_s:
-                        self.delayed = _delay(own, eth, latency_s)
 
     def sent_bytes(self, device: str) -> int:
         """What has left a device through its cable."""
@@ -136,14 +136,20 @@ class Network:
             _remove(name)
 
 
-def _shape(route: Any, index: int, bytes_per_s: float) -> None:
-    """A rate; who waits for it is sorted as on a Linux machine."""
+def _shape(route: Any, index: int, bytes_per_s: float, latency_s: float = 0.0) -> bool:
+    """A rate; who waits for it is sorted as on a Linux machine. Packets are delayed before that, so that they
+    are sorted when they wait, if the kernel knows how to: does it?
+    """
     bucket = _bucket(bytes_per_s)
     limit = bucket + int(QUEUE_S * bytes_per_s)
-    route.tc("add", "tbf", index, 0x10000, rate=int(bytes_per_s), burst=bucket, limit=limit, mtu=0)
+    delayed = latency_s > 0 and _delay(route, index, latency_s)
+    above = DELAY + 1 if delayed else TC_H_ROOT
+    tokens = {"rate": int(bytes_per_s), "burst": bucket, "limit": limit, "mtu": 0}
+    route.tc("add", "tbf", index, TOKENS, parent=above, **tokens)
     for kind in ("fq_codel", "pfifo_fast"):  # what Linux machines have by default, the one or the other
-        if _child(route, kind, index, 0x20000):
+        if _added(route, kind, index, ORDER, TOKENS + 1):
             break
+    return delayed
 
 
 def _bucket(bytes_per_s: float) -> int:
@@ -160,15 +166,15 @@ def largest_packet(bytes_per_s: float) -> int:
 
 def _delay(route: Any, index: int, latency_s: float) -> bool:
     """Packets leave later by as much, where the kernel knows how to."""
-    return _child(route, "netem", index, 0x30000, delay=round(1e6 * latency_s), limit=100_000)
+    return _added(route, "netem", index, DELAY, TC_H_ROOT, delay=round(1e6 * latency_s), limit=100_000)
 
 
-def _child(route: Any, kind: str, index: int, handle: int, **options: int) -> bool:
-    """Put another queue behind the rate, if the kernel has that kind."""
+def _added(route: Any, kind: str, index: int, handle: int, above: int, **options: int) -> bool:
+    """Put a queue into another, if the kernel has that kind."""
     from pyroute2.netlink.exceptions import NetlinkError
 
     try:
-        route.tc("replace", kind, index, handle, parent=0x10001, **options)
+        route.tc("replace", kind, index, handle, parent=above, **options)
         return True
     except NetlinkError as error:
         if error.code not in (errno.ENOENT, errno.EOPNOTSUPP):
