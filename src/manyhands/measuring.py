@@ -37,6 +37,7 @@ from manyhands.tasks import MeasureJob, examples
 CUTS = ("batch", "rows", "channels")
 ROUNDS = 2  # of every turn
 PROMISING = 1.3  # times the shortest forecast: plans that are tried
+MOST_TRIED = 8  # plans in one trial: every process holds the weights of each
 TRIAL_ROUNDS = 7
 MOST_STRETCHED = 1.5  # beyond that, the machine was doing something else
 UNLIKELY = 0.1  # how much a common stretch counts against a fit, beside what it does not explain
@@ -106,7 +107,7 @@ def promising(decision: Decision) -> dict[Plan, str]:
     fitting.sort(key=lambda option: option.cost.seconds)
     likely = [o for o in fitting if o.cost.seconds <= PROMISING * fitting[0].cost.seconds]
     names = {o.plan: o.name for o in sorted(likely, key=lambda o: o.name != "auto")}  # its own, if it has one
-    return {o.plan: names[o.plan] for o in likely}
+    return {o.plan: names[o.plan] for o in likely[:MOST_TRIED]}
 
 
 def slowest(said: dict[str, list[Event]], event: str, plans: Sequence[Plan]) -> dict[Plan, list[float]]:

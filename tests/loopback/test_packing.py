@@ -226,3 +226,12 @@ def test_what_pays_without_zeros_may_be_another_plan() -> None:
     for way in ways:
         packed = api.simulate(api.lower(graph, replace(with_zeros.plan, **way)), cluster).cost
         assert best.cost.seconds < 0.97 * packed.seconds
+
+
+def test_where_nothing_is_rectified_there_is_no_plan_without_zeros() -> None:
+    """It would be the same programs once more, and take a place in a trial."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.LeakyReLU(), nn.Conv2d(16, 8, 3, padding=1))
+    cluster = Cluster(tuple(Device(name, flops_per_s=1e9) for name in "abcd"), 1e6, 0.0)
+    decision = api.choose(api.trace(model, torch.empty(4, 3, 64, 64)).graph, cluster)
+    options = [option for option in decision.others if isinstance(option, Option)]
+    assert options and not any(option.plan.packed for option in options)

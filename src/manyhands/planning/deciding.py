@@ -265,11 +265,11 @@ class _Decider:
         return [each for each in seen if each.fits]
 
     def packed(self, option: Option) -> Option:
-        """The same without the zeros of what travels, if that fits."""
+        """The same without the zeros of what travels, if there are any and that fits."""
         if not option.simulated or not option.plan.devices[1:]:
             return option
         found = self.foresee(option.name, replace(option.plan, packed=True))
-        return found if found.fits else option
+        return found if found.fits and found.cost != option.cost else option
 
     def ahead(self, option: Option) -> Option:
         """The same with what others wait for computed first, where that is foreseen to help and fits."""
