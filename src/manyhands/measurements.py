@@ -17,7 +17,7 @@ from manyhands.ir.geometry import Tile
 from manyhands.ir.plan import Plan
 from manyhands.ir.profile import CARRY, POST, StepSample
 from manyhands.loading import load_model
-from manyhands.runtime.allocator import return_freed_memory
+from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.computing import Batch
 from manyhands.runtime.formats import faster_format
 from manyhands.runtime.process import current_memory
@@ -143,6 +143,8 @@ def _begin(job: dict[str, Any], place: Place) -> tuple[PlansJob, Gloo, Traced]:
     given, gloo = decode(PlansJob, job), connect(place)
     if given.thrifty and not return_freed_memory():
         raise RequestError("this system's allocator cannot be told to give freed memory back.")
+    if not given.thrifty:
+        keep_freed_memory()
     example = examples(given.inputs, given.plans[0].batch, torch.float32)
     return given, gloo, trace(load_model(given.model, seed=given.seed), example)
 

@@ -1,4 +1,8 @@
-"""Plans and other ways to train, stepped in turns by the same processes on emulated devices."""
+"""Plans and other ways to train, stepped in turns by the same processes on emulated devices.
+
+Whoever races keeps the memory it frees: what the kernel takes to make pages anew does not follow from how
+slow an emulated device is, and would be most for whoever has the largest tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ from manyhands.pacing import lateness_s
 from manyhands.peers import PEERS, Arena, Step
 from manyhands.planning.explaining import spent_by_kind
 from manyhands.profiling.device import busy
+from manyhands.runtime.allocator import KEEPING
 from manyhands.runtime.ranks import Event, Place, launch, say
 from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
@@ -133,7 +138,7 @@ def race(emulation: Emulation, job: RaceJob) -> dict[str, Raced]:
             "race",
             encode(job),
             emulation.cluster.names,
-            within=emulation.within,
+            within={name: (*before, *KEEPING) for name, before in emulation.within.items()},
             interface=PLUG,
             timeout_s=PATIENCE_S,
         )
@@ -170,13 +175,18 @@ def foreseeable(
     plans = rehearsed_plans(graph, len(emulation.cluster.devices))
     job = PlansJob(model, inputs, plans, REHEARSED, 0, turns=1)
     with busy(min(cores_here(), len(emulation.cluster.devices)) - 1):
-        said = launch("rehearse", encode(job), local_cluster(1).names)
-    between = launch("rehearse", encode(_small_job()), local_cluster(2).names)
+        said = _rehearsed(job, 1)
+    between = _rehearsed(_small_job(), 2)
     profile = profile_of(said, batch, 1, False, _one_core(wire_lines(between)))
     profiles = tuple(
         replace(profile, device=name).slower(1 / emulation.cores[name]) for name in emulation.cluster.names
     )
     return replace(emulation.cluster, profiles=profiles, latency_s=lateness_s(emulation, sharing))
+
+
+def _rehearsed(job: PlansJob, num_processes: int) -> dict[str, list[Event]]:
+    names = local_cluster(num_processes).names
+    return launch("rehearse", encode(job), names, within=dict.fromkeys(names, KEEPING))
 
 
 def _small_job() -> PlansJob:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -19,7 +22,7 @@ from manyhands.checkpointing.fitted import Fit
 from manyhands.checkpointing.fitting import less
 from manyhands.ir.schedule import Chain, Mode, Stage
 from manyhands.planning.checkpoints import Table, plain
-from manyhands.runtime.allocator import fill_holes, keep_freed_memory, return_freed_memory
+from manyhands.runtime.allocator import KEEPING, fill_holes, keep_freed_memory, return_freed_memory
 from manyhands.runtime.process import current_memory
 
 MB = 1 << 20
@@ -123,3 +126,32 @@ def test_where_freed_memory_is_kept_later_steps_have_room_to_differ(monkeypatch:
     assert fitted.fit.foreseen_bytes == int(0.5 * budget) and not list(peaks)
     unsteady = 0.99 * budget - fitted._how.script.room.limit_bytes
     assert unsteady >= 0.05 * (0.99 * budget - fitted.fit.plain_bytes)
+
+
+PAGES = """
+import ctypes, resource, sys
+if "told" in sys.argv:
+    from manyhands.runtime.allocator import keep_all_freed_memory
+    assert keep_all_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 << 20)
+    libc.memset(block, 1, 64 << 20)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(("before", "told"), [(KEEPING, ()), ((), ("told",))])
+def test_who_keeps_all_freed_memory_has_no_pages_made_anew(before: tuple[str, ...], told: tuple[str]) -> None:
+    """Of blocks that glibc gives pages of their own, if nobody tells it otherwise."""
+
+    def new_pages(*words: str) -> int:
+        return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+    python = (sys.executable, "-c", PAGES)
+    size = os.sysconf("SC_PAGE_SIZE")
+    assert new_pages(*before, *python, *told) < 100 < (64 << 20) // size <= new_pages(*python)

@@ -27,6 +27,7 @@ from manyhands.measuring import graph_of
 from manyhands.pacing import lateness_s
 from manyhands.peers import CHANNELS_LAST, DISTCONV, PEERS, _even_cuts
 from manyhands.reporting.plots import plot_bars
+from manyhands.runtime.allocator import KEEPING
 
 needs_root = pytest.mark.skipif(bool(devices.why_not()), reason=str(devices.why_not()))
 ALONE = [peers.ONE, CHANNELS_LAST]
@@ -124,9 +125,15 @@ def test_of_every_round_the_slowest_device_counts(monkeypatch: pytest.MonkeyPatc
         spent = {"event": "spent", "name": "x", "seconds": {"computing": seconds[0]}}
         return [{"event": "raced", "name": "x", "seconds": seconds}, spent]
 
-    monkeypatch.setattr(racing, "launch", lambda *_, **__: {"a": told(1.0, 5.0), "b": told(2.0, 3.0)})
+    def launch(*_: object, within: dict[str, tuple[str, ...]], **__: object) -> dict[str, Any]:
+        assert within == {"a": ("nsenter", *KEEPING), "b": KEEPING}  # nobody's pages are made anew
+        return {"a": told(1.0, 5.0), "b": told(2.0, 3.0)}
+
+    monkeypatch.setattr(racing, "launch", launch)
     job = racing.RaceJob("demo", ((1, 28, 28),), 8, (), (), 2)
-    emulation = SimpleNamespace(cluster=cluster({"a": 1e9, "b": 1e9}, 100), within={})
+    emulation = SimpleNamespace(
+        cluster=cluster({"a": 1e9, "b": 1e9}, 100), within={"a": ("nsenter",), "b": ()}
+    )
     assert racing.race(emulation, job) == {"x": racing.Raced((2.0, 5.0), {"computing": 1.5})}  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # from malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # from malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # that glibc takes
 _NEVER = 2**31 - 1
 _THRESHOLD = 128 << 10
@@ -60,6 +60,17 @@ def _blocks(number: Any) -> type[ctypes.Structure]:
     """What glibc tells: how many blocks have pages of their own, and what is free among others."""
     names = ("before", number * 3), ("hblks", number), ("between", number * 4), ("fordblks", number)
     return type("Blocks", (ctypes.Structure,), {"_fields_": [*names, ("after", number)]})
+
+
+def keep_all_freed_memory() -> bool:
+    """The same for blocks of any size, of all threads. What a process takes may double, for lack of places
+    that fit (glibc 2.36 and older). False: not glibc.
+    """
+    return _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _ARENA_MAX: 1})
+
+
+# What to put before a command so that it keeps all freed memory from its beginning.
+KEEPING = ("env", "MALLOC_MMAP_MAX_=0", f"MALLOC_TRIM_THRESHOLD_={1 << 40}", "MALLOC_ARENA_MAX=1")
 
 
 class Room:

@@ -22,7 +22,7 @@ from manyhands.ir.geometry import Tile
 from manyhands.ir.plan import Cost, Plan
 from manyhands.planning.explaining import segments_of
 from manyhands.planning.feeding import Feed
-from manyhands.runtime.allocator import return_freed_memory
+from manyhands.runtime.allocator import keep_freed_memory, return_freed_memory
 from manyhands.runtime.packets import Packet, receive_packet, send_packet
 from manyhands.runtime.process import peak_memory, require_bfloat16
 from manyhands.runtime.ranks import Place, say
@@ -66,6 +66,8 @@ class Runner:
         self.job, self.place, self.device = Job.model_validate(run.job), place, place.device
         if run.memory_bytes.get(self.device) is not None:
             return_freed_memory()  # where memory is limited, what is freed goes back at once
+        else:
+            keep_freed_memory()  # elsewhere its pages need not be made anew in every step
         self.transport = Gloo(place.device, place.devices, place.timeout_s)
         self.is_first = self.device == place.devices[0]
         self.stored = checkpoints.read(Path(run.checkpoint)) if run.checkpoint and self.is_first else None
