@@ -15,8 +15,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 8
 ARCHITECTURE := tests/test_architecture.py
 PURE := $(wildcard tests/ir tests/planning tests/reporting tests/golden tests/data)
 MANY_PROCESS := $(wildcard tests/dist)
-NIGHTLY := tests/emulated
-ONE_PROCESS := $(filter-out $(ARCHITECTURE) $(PURE) $(MANY_PROCESS) $(NIGHTLY) tests/__pycache__, \
+ONE_PROCESS := $(filter-out $(ARCHITECTURE) $(PURE) $(MANY_PROCESS) tests/__pycache__, \
     $(wildcard tests/test_*.py) $(patsubst %/,%,$(wildcard tests/*/)))
 
 .PHONY: demo test test-slow check clean

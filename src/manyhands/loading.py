@@ -150,7 +150,7 @@ class DeviceTable(_Strict):
     address: str | None = None
     memory: str | None = None
     board: str | None = None  # one of those that can be emulated: has speed and memory, where not said
-    gflops: float | None = Field(default=None, gt=0)
+    gflops: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     memory_bandwidth: str = "2GB/s"
     launch: str = "50us"
     bare: str = f"{BARE_BYTES // 10**6}MB"
