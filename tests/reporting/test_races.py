@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from manyhands.errors import RequestError, RunError
 from manyhands.ir.plan import Plan
 from manyhands.measuring import graph_of
 from manyhands.peers import ALONE, CHANNELS_LAST, DISTCONV, PEERS
+from manyhands.racing import Raced, RaceJob
 from tests.cli.commands import in_process
 
 CORE = 50e9
@@ -74,9 +77,29 @@ def test_a_peer_that_something_is_required_over_and_that_broke_is_not_beaten_eit
 
 def test_a_peer_with_a_race_of_its_own_is_compared_with_what_auto_took_in_that() -> None:
     slow = cell("resnet18", auto=1.0, one=1.6)
-    beside = replace(slow, laps=(*slow.laps, Lap(peers.DDP, 6.0, each_s=(6.0,), beside_s=2.0)))
+    beside = replace(
+        slow, laps=(*slow.laps, Lap(peers.DDP, 6.0, each_s=(6.0,), beside_each_s=(1.0, 2.0, 9.0)))
+    )
     assert beside.faster(peers.DDP) == 3.0 and beside.faster(peers.ONE) == 1.6 and beside.within
-    assert "DistributedDataParallel 6.00-6.00 s (auto beside it 2.00 s)" in printed(peers.table((beside,)))
+    assert "DistributedDataParallel 6.00-6.00 s (auto beside it 1.00-9.00 s)" in printed(
+        peers.table((beside,))
+    )
+
+
+def test_a_cell_that_broke_fails_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def race(setting: Setting, *_: object) -> peers.Cell:
+        if setting.model == "unet":
+            raise RunError("pi-2 was killed.")
+        return cell(setting.model, auto=1.0, one=3.0, ddp=9.0)
+
+    monkeypatch.setattr(peers, "_cell", race)
+    monkeypatch.setattr(peers, "core_speed", lambda *_: CORE)
+    monkeypatch.setattr(peers, "part_speed", lambda core, *_: core)
+    cells = peers.run(("unet", "vgg16-bn"), (100.0,), (), None, 1, None, lambda _: None)
+    assert [cell.within for cell in cells] == [False, True]
+    text = printed(peers.table(cells))
+    assert "there was no race: pi-2 was killed." in text and "0.97 required, FAILED" in text
+    assert [each["within"] for each in json.loads(json.dumps(peers.to_json(cells)))] == [False, True]
 
 
 def test_devices_are_as_fast_as_a_step_by_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +120,18 @@ def test_devices_are_as_fast_as_a_step_by_torch_says(monkeypatch: pytest.MonkeyP
     assert state["1.num_batches_tracked"] == 1 and not torch.equal(state["1.weight"], torch.ones(4))
 
 
+def test_a_device_is_as_fast_as_asked_for_with_its_part_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes 4.2 s instead of 3.5 has to be told that cores are slower than they seemed."""
+
+    def race(emulation: Any, job: RaceJob) -> dict[str, Raced]:
+        assert (job.model, job.batch, job.plans, job.peers) == ("resnet18", 8, (), (peers.ONE,))
+        return {peers.ONE: Raced((1.0, 2.1, 9.0), {})}
+
+    monkeypatch.setattr(peers, "race", race)
+    monkeypatch.setattr(peers, "emulated", lambda *_: nullcontext(SimpleNamespace(dilation=2.0)))
+    assert peers.part_speed(60e9, None, lambda _: None) == pytest.approx(50e9)
+
+
 def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[tuple[str, ...]] = []
 
@@ -110,6 +145,7 @@ def test_one_device_always_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(peers, "_cell", race)
     monkeypatch.setattr(peers, "core_speed", speed)
+    monkeypatch.setattr(peers, "part_speed", lambda core, *_: core)
     for rivals in ((peers.DDP,), (peers.ONE,), ()):
         peers.run(("unet",), (100.0,), rivals, None, 1, None, lambda _: None)
     every = tuple(name for name in PEERS if name != DISTCONV)
@@ -125,6 +161,7 @@ def test_cells_that_are_kept_are_not_raced_again(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(peers, "_cell", race)
     monkeypatch.setattr(peers, "core_speed", lambda *_: CORE)
+    monkeypatch.setattr(peers, "part_speed", lambda core, *_: core)
 
     def run(*only: str) -> tuple[peers.Cell, ...]:
         return peers.run(only, (100.0,), (), None, 1, tmp_path, lambda _: None)
@@ -179,6 +216,10 @@ def test_unequal_shares_have_to_pay_or_the_fast_device_alone_is_really_best() ->
     assert not unequal_result(1.2, 1.2, 1.1, "whole").within
     assert not unequal_result(1.2, 1.2, 1.5, "whole", all_s=1.1).within
     assert not unequal_result(1.2, 1.2, 1.5, "whole", two_s=1.1).within
+    alone = unequal_result(1.2, 1.2, 1.5, "whole")
+    for layouts, within in (("whole", True), ("batch:4", False)):  # the same plan may be faster by chance
+        prompt = Lap(unequal.PROMPT, 1.19, None, layouts)
+        assert replace(alone, laps=(*alone.laps, prompt)).within is within
 
 
 def tiled_row(num_devices: int, auto_s: float, mbit: float = 100.0) -> tiled.Row:
@@ -234,7 +275,7 @@ GIVEN = {
     **{"auto": 1.2, "per layer": 2.0, "all fused": 3.0, "pi-0": 6.0, tiled.ONE_CORE: 24.0},
     **{unequal.ALONE: 1.5, "equal batch": 4.0, "equal rows": 5.0},
     **{"pi-5 and one pi-3": 1.4, "pi-5 and two pi-3": 1.6, "all four": 1.3},
-    **{peers.ONE: 2.4, CHANNELS_LAST: 1.8, peers.DDP: 9.0},
+    **{peers.ONE: 2.4, CHANNELS_LAST: 1.8, peers.DDP: 9.0, unequal.PROMPT: 1.5},
 }
 
 
@@ -259,6 +300,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for module in (peers, scaling, tiled, unequal):
         monkeypatch.setattr(module, "laps", given_laps)
         monkeypatch.setattr(module, "core_speed", lambda *_: CORE)
+    monkeypatch.setattr(peers, "part_speed", lambda core, *_: core)
     return monkeypatch
 
 

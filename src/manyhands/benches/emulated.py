@@ -20,6 +20,7 @@ from manyhands.peers import ALONE
 from manyhands.planning.deciding import Option
 from manyhands.profiling.device import Work, core_flops_per_s
 from manyhands.racing import Raced, RaceJob, foreseeable, race
+from manyhands.runtime.allocator import keep_all_freed_memory, trim
 
 Choose = Callable[[Graph, Cluster], Sequence[Plan]]  # the first, unless another wins a trial
 Tell = Callable[[str], None]
@@ -44,17 +45,21 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """Of a race: how many times as fast as asked for all was, operations a second of a core here, which
-    contestants could not take part, and why, and how many cores others took meanwhile.
+    contestants could not take part, and why, how many cores others took meanwhile, and how much longer than
+    its computing a round takes in which all wait for all (of devices as fast as asked for).
     """
 
     dilation: float
     core_flops_per_s: float
     refused: tuple[tuple[str, str], ...] = ()
     others_cores: float = 0.0
+    late_s: float = 0.0
 
     def __str__(self) -> str:
         core = f"cores of {self.core_flops_per_s / 1e9:.0f} GFLOP/s"
         text = f"measured {self.dilation:.3g} times as fast as asked for, on {core}, without limits of memory"
+        if self.late_s:
+            text += f"; whoever waits for others waits {1e3 * self.late_s:.1f} ms besides"
         left_out = (f"{name} is left out: {why}" for name, why in self.refused)
         return "; ".join(filter(None, (text, note(self.others_cores).upper(), *left_out)))
 
@@ -99,8 +104,8 @@ class Lap:
     """One contestant: seconds of a step as measured (of devices as fast as asked for), and as foreseen.
 
     `spent_s`: of a plan, what its devices did in a step on average, by their own clocks. `each_s`: all that
-    was measured, of which `seconds` is the median. `beside_s`: of a peer with a race of its own, what `auto`
-    took in that. `gain`: of a plan that won a trial, how many times as fast as the planner's own.
+    was measured, of which `seconds` is the median. `beside_each_s`: of a peer with a race of its own, what
+    `auto` took in that. `gain`: of a plan that won a trial, how many times as fast as the planner's own.
     """
 
     name: str
@@ -110,13 +115,18 @@ class Lap:
     tried: int = 1  # plans that took part in a trial
     spent_s: tuple[tuple[str, float], ...] = ()
     each_s: tuple[float, ...] = ()
-    beside_s: float | None = None
+    beside_each_s: tuple[float, ...] = ()
     gain: float | None = None
 
     @property
     def spread(self) -> str:
         """Between which times its steps were."""
-        return f"{min(self.each_s):.2f}-{max(self.each_s):.2f} s" if self.each_s else ""
+        return between(self.each_s)
+
+    @property
+    def beside_s(self) -> float | None:
+        """What `auto` usually took in this peer's own race."""
+        return median(self.beside_each_s) if self.beside_each_s else None
 
     @property
     def plan(self) -> str:
@@ -135,13 +145,21 @@ class Lap:
         return ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in self.spent_s)
 
 
+def between(seconds: Sequence[float]) -> str:
+    """The shortest and the longest."""
+    return f"{min(seconds):.2f}-{max(seconds):.2f} s" if seconds else ""
+
+
 def core_speed(tell: Tell, make: Callable[[], Work] | None = None) -> float:
     """Operations a second of a core of this machine, where devices can be emulated: of convolutions, or of
     other work.
     """
     require()
     tell("how fast this machine's cores are while all are busy")
-    return core_flops_per_s(make)
+    keep_all_freed_memory()  # as in the race
+    found = core_flops_per_s(make)
+    trim()
+    return found
 
 
 def check_settings(settings: Iterable[Setting], core: float, dilation: float | None) -> None:
@@ -258,10 +276,10 @@ def laps(
         spent = tuple((kind, factor * seconds) for kind, seconds in raced.spent_s.items())
         tried = len(found.get(name, [0]))
         each = tuple(factor * seconds for seconds in raced.seconds)
-        beside_s = factor * median(beside[name].seconds) if name in beside else None
+        beside_s = tuple(factor * seconds for seconds in beside[name].seconds) if name in beside else ()
         gain = won[name][1] if name in won else None
         result.append(Lap(name, median(each), foreseen, layouts, tried, spent, each, beside_s, gain))
-    return tuple(result), chosen, Conditions(factor, core, tuple(refused), taken)
+    return tuple(result), chosen, Conditions(factor, core, tuple(refused), taken, factor * cluster.latency_s)
 
 
 def _fastest(

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from manyhands.benches.emulated import (
     Verdict,
     all_reached,
     auto,
+    between,
     check_settings,
     cluster,
     core_speed,
@@ -32,16 +34,18 @@ from manyhands.benches.emulated import (
     tell_at,
     verdicts_to_json,
 )
-from manyhands.errors import RequestError
+from manyhands.emulation.devices import emulated
+from manyhands.errors import RequestError, RunError
 from manyhands.ir.cluster import cores_here
 from manyhands.ir.codec import decode, encode
 from manyhands.loading import load_model
 from manyhands.peers import ALONE, DISTCONV, ONE, PEERS, Arena, one_device
 from manyhands.profiling.device import Work
+from manyhands.racing import RaceJob, race
 
 DEVICES = 4
-# A device is so fast that alone, by torch, it takes 3.5 s for a step of ResNet-18 (VGG16-BN: about 40 s). The
-# step has 85e9 operations, so that is called 25 GFLOP/s.
+# A device is so fast that alone, by torch, it takes 3.5 s for a step of ResNet-18 (VGG16-BN: about 40 s).
+# That is called 25 GFLOP/s, for the step has about as many operations.
 YARDSTICK, ALONE_S, GFLOPS = "resnet18", 3.5, 25.0
 RATES = (1000.0, 100.0, 25.0)  # Mbit/s
 MODELS = {
@@ -51,6 +55,7 @@ MODELS = {
     "unet": ((3, 256, 256), 1),
     "mobilenetv2": ((3, 224, 224), 8),
 }
+CALIBRATING = 5  # steps of one device
 QUICK = (("resnet18", 100.0), ("vgg16-bn", 100.0))
 ALIKE = 1.3  # times as fast as each other, at most, are cores that cells of one table are measured on
 NOISE = 0.97  # of the fastest exact peer's speed
@@ -68,6 +73,7 @@ class Cell:
     exact: tuple[str, ...]
     absent: tuple[str, ...] = ()  # peers that cannot share this model among so many
     conditions: Conditions | None = None
+    broke: str = ""  # why there was no race
 
     def seconds(self, name: str) -> float | None:
         return next((lap.seconds for lap in self.laps if lap.name == name), None)
@@ -82,11 +88,12 @@ class Cell:
     def verdicts(self) -> tuple[Verdict, ...]:
         """Of everything that is required here."""
         exact = [times for name in self.exact if (times := self.faster(name)) is not None]
-        fastest = Verdict("times as fast as the fastest exact peer", NOISE, min(exact, default=None))
+        what, broke = "times as fast as the fastest exact peer", bool(self.broke)
+        fastest = Verdict(what, NOISE, min(exact, default=None), broke)
         required = REQUIRED.get((self.model, self.mbit), {})
         failed = [name for name, _ in self.conditions.refused] if self.conditions else []
         return fastest, *(
-            Verdict(f"times as fast as {name}", times, self.faster(name), name in failed)
+            Verdict(f"times as fast as {name}", times, self.faster(name), broke or name in failed)
             for name, times in required.items()
         )
 
@@ -126,7 +133,7 @@ def run(
         raise RequestError(f"wire = {wire!r}: there is only bfloat16.")
     if keep is not None:
         _make_folder(keep)
-    core = core_speed(tell, yardstick)
+    core = part_speed(core_speed(tell, yardstick), dilation, tell)
     paths = tuple(str(Path(source).resolve()) for source in sources)
     kinds = conditions_of(str((GFLOPS, dilation, rounds, peers, paths, wire)))
     files = {} if keep is None else {(m, r): keep / f"{m}-{r:g}-{kinds}.json" for m, r in wanted}
@@ -138,7 +145,11 @@ def run(
         ours[f"{AUTO}, {wire}"] = partial(auto, wire=wire)
     for number, ((model, mbit), setting) in enumerate(missing.items(), 1):
         telling = partial(tell_at, tell, f"{number} of {len(missing)}: {model} at {mbit:g} Mbit/s")
-        cell = _cell(setting, mbit, core, ours, peers, paths, dilation, rounds, telling)
+        try:
+            cell = _cell(setting, mbit, core, ours, peers, paths, dilation, rounds, telling)
+        except RunError as error:  # hours of others are not lost for it, and it is not kept
+            cells[model, mbit] = Cell(model, mbit, (), (), broke=str(error))
+            continue
         cells[model, mbit] = cell
         if files:
             part = files[model, mbit].with_suffix(".part")
@@ -153,6 +164,18 @@ def yardstick() -> Work:
     step = one_device(Arena(partial(load_model, YARDSTICK), torch.randn(batch, *shape), 0, 1))
     assert step is not None
     return int(1e9 * GFLOPS * ALONE_S), step
+
+
+def part_speed(core: float, dilation: float | None, tell: Tell) -> float:
+    """Operations a second of a core for a device that has a part of it: less, as it begins anew, with cold
+    caches, in every period of its quota. So that one device by torch really takes `ALONE_S`.
+    """
+    tell("how fast one device is that has its part of a core")
+    shape, batch = MODELS[YARDSTICK]
+    job = RaceJob(YARDSTICK, (shape,), batch, (), (ONE,), CALIBRATING)
+    with emulated(_setting(YARDSTICK, max(RATES)).cluster, core, dilation) as emulation:
+        took = median(race(emulation, job)[ONE].seconds)
+        return core * ALONE_S / (took * emulation.dilation)
 
 
 def conditions_of(asked: str) -> str:
@@ -243,7 +266,8 @@ def _label(cell: Cell, lap: Lap) -> str:
 
 def _between(lap: Lap) -> str:
     """Between which times its steps were, and what it is compared with where that is not told already."""
-    return f"{lap.name} {lap.spread}" + (f" (auto beside it {lap.beside_s:.2f} s)" if lap.beside_s else "")
+    beside = f" (auto beside it {between(lap.beside_each_s)})" if lap.beside_each_s else ""
+    return f"{lap.name} {lap.spread}{beside}"
 
 
 def table(cells: tuple[Cell, ...]) -> Table:
@@ -264,6 +288,8 @@ def table(cells: tuple[Cell, ...]) -> Table:
         told += [f"{where}, a device of {lap.name}: {lap.spent}" for lap in cell.laps if lap.spent]
         if cell.absent:
             told.append(f"{where}: cannot be shared among {DEVICES} by {', '.join(cell.absent)}")
+        if cell.broke:
+            told.append(f"{where}: there was no race: {cell.broke}")
         if cell.conditions:
             told.append(f"{where}: {cell.conditions}")
     table.caption = "\n".join(told)
