@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,18 +72,23 @@ def take_part(job: dict[str, Any], place: Place) -> None:
     """One device's part of a race: in every round all devices begin a step of each contestant at once.
 
     Each makes two, of which the second counts: it has to wait for what the first may have left on its way.
+    Who has nothing to do in it computes meanwhile: emulated devices share cores and caches, which real ones
+    do not, so one that is raced alone must not have them for itself.
     """
     given = decode(RaceJob, job)
     workers: dict[str, Worker] = {}
     contestants = [*_plans(given, place, workers), *_peers(given, place)]
     taken: dict[str, list[float]] = {name: [] for name, *_ in contestants}
     spent = {name: [0.0] * len(worker.program.steps) for name, worker in workers.items()}
-    warm_up = WARM_UP if given.peers else 0
+    warm_up, idle = WARM_UP if given.peers else 0, False
     for number in range(warm_up + given.rounds):
         for name, step, settle in contestants:
             for again in (False, True):
                 before = list(workers[name].spent_s) if name in workers else []
+                with busy(1) if idle else nullcontext():
+                    dist.barrier()
                 dist.barrier()
+                idle = step is None
                 start = time.perf_counter()
                 if step is not None:
                     step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +118,38 @@ def test_of_two_steps_the_second_counts_and_with_peers_not_in_the_first_rounds(
     assert {each["name"]: each["seconds"] for each in said} == {
         name: seconds for name, seconds in (("plan", ours), ("peer", theirs)) if seconds
     }
-    assert clock.taken[:5] == ["barrier", "plan", "barrier", "plan", "settle"]
+    met = ["barrier", "barrier"]  # all have ended what was before; all begin
+    assert clock.taken[:7] == [*met, "plan", *met, "plan", "settle"]
+
+
+def test_who_has_nothing_to_do_computes_until_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def busy(num_cores: int) -> Iterator[None]:
+        seen.append(f"busy {num_cores}")
+        yield
+        seen.append("idle")
+
+    taking = [("alone elsewhere", None, lambda: None), ("all", lambda: seen.append("step"), lambda: None)]
+    monkeypatch.setattr(racing, "_plans", lambda *_: taking)
+    monkeypatch.setattr(racing, "_peers", lambda *_: [])
+    monkeypatch.setattr(racing, "busy", busy)
+    monkeypatch.setattr(racing.dist, "barrier", lambda: seen.append("barrier"))
+    monkeypatch.setattr(racing, "say", lambda *_, **__: None)
+    job = racing.RaceJob("demo", ((1, 28, 28),), 8, (), (), 1)
+    racing.take_part(encode(job), SimpleNamespace(rank=1))  # type: ignore[arg-type]
+    until_they_have = ["busy 1", "barrier", "idle", "barrier"]
+    assert seen == [
+        "barrier",
+        "barrier",
+        *until_they_have,
+        *until_they_have,
+        "step",
+        "barrier",
+        "barrier",
+        "step",
+    ]
 
 
 def test_of_every_round_the_slowest_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
