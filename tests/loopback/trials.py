@@ -99,7 +99,13 @@ def rectified(graph: Graph) -> tuple[str, ...]:
 
 def _with_rectifiers(model: nn.Module, rng: Random) -> None:
     """After half of its blocks."""
-    kinds = (nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), Lambda(lambda self, x: x.relu()))
+    kinds = (
+        nn.ReLU(),
+        nn.ReLU(inplace=True),
+        nn.ReLU6(),
+        nn.ReLU6(inplace=True),
+        Lambda(lambda self, x: x.relu()),
+    )
     for net in [module for module in model.modules() if isinstance(module, Net)]:
         for index, block in enumerate(net.blocks):
             if rng.random() < 0.5:

@@ -78,6 +78,24 @@ def needs(layer: Layer, tile: Tile, shapes: tuple[Shape, ...]) -> tuple[Tile, ..
             return ()
 
 
+def with_ends(layer: Layer, need: Tile, held: Tile) -> Tile:
+    """What a convolution reads, with rows and columns at the end that its stride steps over, where held.
+
+    To leave them out would cost a copy of all the others' gradient.
+    """
+    operation = layer.operation
+    if not isinstance(operation, Convolve) or operation.mode is not Mode.CONSTANT:
+        return need
+    slides = (operation.window.rows, operation.window.columns)
+    spans = list(need.spans)
+    for d, slide in zip((2, 3), slides, strict=True):
+        start, stop = need.spans[d].start, held.spans[d].stop
+        padded = start == 0 and slide.before > 0
+        if not padded and stop - need.spans[d].stop < slide.stride:
+            spans[d] = Span(start, stop)
+    return Tile(tuple(spans))
+
+
 def slide_need(slide: Slide, span: Span) -> Span:
     """Rows that the windows of `span` touch, counted from the image's first; may reach outside of it."""
     start = span.start * slide.stride - slide.before

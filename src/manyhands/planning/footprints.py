@@ -2,7 +2,7 @@
 
 The work space of convolutions is as measured of torch's own kernels. With the channels first, the library
 reorders input, filters and result into blocks of its own; with the channels last, filters alone. A 1x1
-convolution of stride 1 is a plain product of matrices and reorders nothing.
+convolution of stride 1 with the channels first is a plain product of matrices and reorders nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def forward_workspace(
     """Blocks at the worst moment of a layer's forward, besides its inputs and its result."""
     read = 0 if _reads_image(layer) else input_bytes
     match layer.operation:
-        case Convolve() if _is_product(layer):
+        case Convolve() if _is_product(layer) and not channels_last:
             return ()
         case Convolve() | Deconvolve() if channels_last:
             return (filter_bytes,)
@@ -76,7 +76,7 @@ def backward_workspace(
     """Blocks at the worst moment of a layer's backward, besides what it keeps and the gradients it makes."""
     read = 0 if _reads_image(layer) else input_bytes
     match layer.operation:
-        case Convolve() if _is_product(layer):
+        case Convolve() if _is_product(layer) and not channels_last:
             return ()
         case Convolve() | Deconvolve() if channels_last:
             return filter_bytes, filter_bytes

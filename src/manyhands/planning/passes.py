@@ -9,7 +9,7 @@ from manyhands.ir.geometry import Tile
 from manyhands.ir.graph import Constant, Convolve, Deconvolve, Graph, Input, Layer, Pointwise, Statistic
 from manyhands.ir.portions import Portion, portions
 from manyhands.ir.program import Forward, Program, Redo, Rerun
-from manyhands.ir.regions import needs, parameter_tiles
+from manyhands.ir.regions import needs, parameter_tiles, with_ends
 from manyhands.ir.territory import Territory
 from manyhands.planning.costs import tile_bytes
 from manyhands.planning.footprints import backward_workspace, forward_workspace, padded_elements, saved_of
@@ -159,6 +159,8 @@ class Passes:
         if source not in tape.here:
             tape.here[source] = self._bring(source, node.layer, tape)
         block, tile = tape.here[source]
+        need = with_ends(node.layer, need, tile)
+        size = tile_bytes(layer, need)
         node.reads.append((source, size, tile_bytes(layer, tile)))
         convolves = isinstance(node.layer.operation, Convolve | Deconvolve)
         if convolves and (need != tile or source in tape.gapped):

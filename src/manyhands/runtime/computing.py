@@ -30,13 +30,14 @@ from manyhands.ir.program import (
     Rerun,
     Slope,
 )
-from manyhands.ir.regions import needs, parameter_tiles
+from manyhands.ir.regions import needs, parameter_tiles, with_ends
 from manyhands.ir.territory import Territory
 from manyhands.runtime.formats import arranged
 from manyhands.runtime.kernels import Function, Work, compute
 from manyhands.runtime.late import Job, Later, Parting
 from manyhands.runtime.norms import normalise
 from manyhands.runtime.parts import part
+from manyhands.runtime.products import APART
 from manyhands.runtime.statistics import follow, keep_sums, moments_of
 from manyhands.runtime.store import Buffer, Store
 from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
@@ -115,6 +116,7 @@ class Computing:
         self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
         self.late = {step.chunk for step in program.steps if isinstance(step, Slope)}
         self.read_again = territory.read_again(program, self.layers)
+        self.as_convolutions: frozenset[str] = frozenset()  # of 1x1 ones; the others are products of matrices
         self.anchor = torch.zeros((), requires_grad=True)
         self.portions: dict[Forward | Rerun | Redo, tuple[Portion, ...]] = {}
 
@@ -175,9 +177,9 @@ class Computing:
         weights = {p.role: self.weights.piece(p.name, t) for p, t in pieces}
         if layer.name in self.territory.exchanges:
             return self._statistic(layer, run, weights)
-        wanted = needs(layer, tile, shapes)
-        pairs = zip(layer.inputs, wanted, strict=True)
-        inputs = tuple(self._read(source, need, layer, run) for source, need in pairs)
+        pairs = zip(layer.inputs, needs(layer, tile, shapes), strict=True)
+        read = [self._read(source, need, layer, run) for source, need in pairs]
+        inputs, wanted = tuple(tensor for tensor, _ in read), tuple(need for _, need in read)
         function = self.functions.get(layer.name)
         if isinstance(layer.operation, Pointwise) and layer.operation.inplace and layer.name in self.inplace:
             source = layer.inputs[0]
@@ -190,6 +192,7 @@ class Computing:
             layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step,
             again=run.again, unread=layer.name in run.unread and not mixed, later=self._later(layer, run),
             parting=None if mixed else self._parting(layer, run),
+            apart=APART if layer.name in self.as_convolutions else 1,
         )  # fmt: skip
         return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
 
@@ -222,16 +225,17 @@ class Computing:
         if job is not None:
             job()
 
-    def _read(self, source: str, need: Tile, reader: Layer, run: Run) -> Tensor:
+    def _read(self, source: str, need: Tile, reader: Layer, run: Run) -> tuple[Tensor, Tile]:
         """A tile of an input: from this chunk, or as a source of its tape, or of the batch or a weight."""
         if source not in run.here:
             run.here[source] = self._bring(source, reader, run)
         tensor, tile = run.here[source]
         if not need.numel:
-            return tensor.new_empty(need.shape)
-        wanted = part(tensor, need.within(tile))
-        from_batch = isinstance(self.layers[source].operation, Input)
-        return arranged(wanted, self.store.memory_format) if from_batch else wanted
+            return tensor.new_empty(need.shape), need
+        if isinstance(self.layers[source].operation, Input):
+            return arranged(part(tensor, need.within(tile)), self.store.memory_format), need
+        need = with_ends(reader, need, tile)
+        return part(tensor, need.within(tile)), need
 
     def _bring(self, source: str, reader: Layer, run: Run) -> tuple[Tensor, Tile]:
         layer = self.layers[source]
@@ -265,7 +269,7 @@ class Computing:
             return Source.apply(self.anchor, mean, box) if layer.differentiable else mean
         operation = layer.operation
         assert isinstance(operation, BatchNorm | GroupNorm)
-        x = self._read(layer.inputs[0], tile, layer, run)
+        x, _ = self._read(layer.inputs[0], tile, layer, run)
         home = self.territory.home[layer.inputs[0]]
         kept = layer.name in self.territory.tape_holds_input and home.numel
         if kept and run.keep and not run.again:

@@ -64,6 +64,7 @@ class Work:
     unread: bool = False  # a convolution of which only backward is wanted
     later: Later | None = None  # a convolution whose weights' gradients are left there
     parting: Parting | None = None  # a convolution of which some is computed first
+    apart: int = 1  # the dilation of filters with a single tap
 
     @property
     def own_function(self) -> Function:
@@ -147,19 +148,23 @@ def _slice(span: Span) -> slice:
 
 
 def window_rows(slide: Slide, need: Span, span: Span) -> tuple[slice, int, int]:
-    """Which of the rows at hand the windows touch, and how many rows of padding come before and after."""
+    """Which of the rows at hand the windows touch, and how many rows of padding come before and after.
+
+    Rows after the last window that are too few for another one may stay.
+    """
     wanted = slide_need(slide, span)
     inside = wanted & need
     if not len(inside):  # the windows lie in the padding alone
         return slice(0, 0), len(wanted), 0
-    touched = slice(inside.start - need.start, inside.stop - need.start)
+    stop = need.stop if inside == wanted and need.stop - wanted.stop < slide.stride else inside.stop
+    touched = slice(inside.start - need.start, stop - need.start)
     return touched, inside.start - wanted.start, wanted.stop - inside.stop
 
 
 def convolve(work: Work, operation: Convolve) -> Tensor:
     (x,), (need,), tile = work.inputs, work.needs, work.tile
     slides = (operation.window.rows, operation.window.columns)
-    stride, dilation = (s.stride for s in slides), (s.dilation for s in slides)
+    stride, dilation = (s.stride for s in slides), (s.dilation * work.apart for s in slides)
     first, last = group_range(tile.spans[1], work.layer.shape[1], operation.groups)
     groups = last - first if operation.groups > 1 else 1
     weight, bias = work.weights["weight"], work.weights.get("bias")

@@ -45,6 +45,7 @@ from manyhands.runtime.computing import Batch, Computing
 from manyhands.runtime.kernels import Function
 from manyhands.runtime.mail import Mail
 from manyhands.runtime.norms import measure
+from manyhands.runtime.products import faster_as_convolutions
 from manyhands.runtime.statistics import correct
 from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import Weights, refuse_split_weights
@@ -82,6 +83,8 @@ class Worker(Computing):
         """Compute with tensors that lie in this order; to be called before an optimiser takes the weights."""
         assert self.optimiser is None, "choose the format before the optimiser takes the weights"
         self.store.memory_format = memory_format
+        if memory_format is torch.channels_last:
+            self.as_convolutions = faster_as_convolutions(self.graph, self.territory)
         self.weights.arrange(memory_format)
 
     def step(self, *batches: Batch | Callable[[], Batch]) -> float | None:

@@ -52,3 +52,15 @@ class Kind:
 
 class Unsplittable(Exception):
     """This call runs whole; the reason goes into the plan."""
+
+
+def refs_in(value: Any) -> list[Ref]:
+    """Every tensor among some arguments, once each, in order."""
+    found: list[Ref] = []
+    if isinstance(value, Ref):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        found += [ref for part in value for ref in refs_in(part)]
+    elif isinstance(value, dict):
+        found += [ref for part in value.values() for ref in refs_in(part)]
+    return [ref for ref in dict.fromkeys(found) if ref.layer]

@@ -26,7 +26,8 @@ from manyhands.ir.graph import (
     Take,
     Whole,
 )
-from manyhands.tracing.calls import Call, Kind, Ref, Unsplittable
+from manyhands.tracing.calls import Call, Kind, Ref, Unsplittable, refs_in
+from manyhands.tracing.clamping import Clamp, clamping, copying_nothing
 from manyhands.tracing.factors import view_factors
 from manyhands.tracing.functions import (
     Function,
@@ -67,6 +68,7 @@ class _Builder:
     layers: dict[str, Layer] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
     inplace: dict[str, Function] = field(default_factory=dict)
+    clamps: dict[str, Clamp] = field(default_factory=dict)
     refs: dict[fx.Node, Any] = field(default_factory=dict)  # Ref, tuple of them, or a plain value
     own_memory: set[str] = field(default_factory=set)  # layers whose result may be overwritten
     outputs: list[str] = field(default_factory=list)
@@ -145,7 +147,7 @@ class _Builder:
                 raise RequestError(
                     f"{call.function} draws random numbers inside and cannot be cut: no plan can repeat it."
                 ) from None
-            inputs = tuple(_refs((call.args, call.kwargs)))
+            inputs = tuple(refs_in((call.args, call.kwargs)))
             return Kind(Whole(str(reason)), inputs, self._module_weights(node))
 
     def _call(self, node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
@@ -233,6 +235,8 @@ class _Builder:
             self.functions[name] = module_function(module, node, kind, self.refs, inplace=False)
             if isinstance(module, POINTWISE_MODULES) and getattr(module, "inplace", False):
                 self.inplace[name] = module_function(module, node, kind, self.refs, inplace=True)
+                if clamp := clamping(module):
+                    self.clamps[name] = clamp
             return
         self.functions[name] = node_function(node, kind, self.refs, inplace=False)
         if isinstance(kind.operation, Pointwise):
@@ -275,7 +279,7 @@ class _Builder:
         index = fx.map_arg(node.args[1], lambda n: self.refs[n])
         index = index if isinstance(index, tuple) else (index,)
         if not all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in index):
-            inputs = tuple(_refs((source, index)))
+            inputs = tuple(refs_in((source, index)))
             kind = Kind(Whole("it is indexed by a tensor"), inputs)
             return self._layer(node, kind, self.values[node])
         given = sum(part is not None and part is not Ellipsis for part in index)
@@ -351,8 +355,9 @@ class _Builder:
         layers = _without_dead_ends(
             [layer for layer in self.layers.values() if layer.name in wanted], self.outputs
         )
-        graph = with_saved(Graph(layers, tuple(self.outputs)), self.functions, self.inplace)
-        return Traced(graph, self.functions, self.inplace)
+        graph = Graph(layers, tuple(self.outputs))
+        inplace = self.inplace | copying_nothing(graph, self.clamps)
+        return Traced(with_saved(graph, self.functions, inplace), self.functions, inplace)
 
 
 def _without_dead_ends(layers: list[Layer], outputs: list[str]) -> tuple[Layer, ...]:
@@ -373,18 +378,6 @@ def _without_dead_ends(layers: list[Layer], outputs: list[str]) -> tuple[Layer, 
 
 def _has_tensor(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
-
-
-def _refs(value: Any) -> list[Ref]:
-    """Every tensor among some arguments, once each, in order."""
-    found: list[Ref] = []
-    if isinstance(value, Ref):
-        found.append(value)
-    elif isinstance(value, tuple | list):
-        found += [ref for part in value for ref in _refs(part)]
-    elif isinstance(value, dict):
-        found += [ref for part in value.values() for ref in _refs(part)]
-    return [ref for ref in dict.fromkeys(found) if ref.layer]
 
 
 def _flat(value: Any) -> list[Any]:
