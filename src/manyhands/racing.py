@@ -38,6 +38,7 @@ from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
 from manyhands.tracing.graphs import trace
 
+COLD = 2  # steps at first before one counts: memory is still got
 WARM_UP = 2  # rounds that do not count where peers take part: memory is still got, and PowerSGD begins
 Contestant = tuple[str, Step | None, Callable[[], None]]  # name, step, and what to do after steps in a row
 REHEARSED = 3  # steps of every plan from which forecasts are made: one alone may be anything
@@ -71,7 +72,8 @@ class Raced:
 def take_part(job: dict[str, Any], place: Place) -> None:
     """One device's part of a race: in every round all devices begin a step of each contestant at once.
 
-    Each makes two, of which the second counts: it has to wait for what the first may have left on its way.
+    Each makes two, of which the second counts: it has to wait for what the first may have left on its way. In
+    the first round there are three.
     Who has nothing to do in it computes meanwhile: emulated devices share cores and caches, which real ones
     do not, so one that is raced alone must not have them for itself.
     """
@@ -83,7 +85,7 @@ def take_part(job: dict[str, Any], place: Place) -> None:
     warm_up, idle = WARM_UP if given.peers else 0, False
     for number in range(warm_up + given.rounds):
         for name, step, settle in contestants:
-            for again in (False, True):
+            for again in (*(False,) * (1 if number else COLD), True):
                 before = list(workers[name].spent_s) if name in workers else []
                 with busy(1) if idle else nullcontext():
                     dist.barrier()

@@ -95,14 +95,14 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("rivals", "ours", "theirs"), [((), [2.0, 4.0], []), (("peer",), [6.0, 8.0], [60.0, 80.0])]
+    ("rivals", "ours", "theirs"), [((), [3.0, 5.0], []), (("peer",), [7.0, 9.0], [70.0, 90.0])]
 )
-def test_of_two_steps_the_second_counts_and_with_peers_not_in_the_first_rounds(
+def test_of_two_steps_and_three_at_first_the_last_counts_and_with_peers_not_in_the_first_rounds(
     monkeypatch: pytest.MonkeyPatch, rivals: tuple[str, ...], ours: list[float], theirs: list[float]
 ) -> None:
     """What comes between steps is in no step's time."""
     clock, said = Clock(), list[dict[str, Any]]()
-    plan, peer = [float(n) for n in range(1, 9)], [10.0 * n for n in range(1, 9)]
+    plan, peer = [float(n) for n in range(1, 10)], [10.0 * n for n in range(1, 10)]
     taking = [
         ("plan", lambda: clock.step("plan", plan), lambda: clock.step("settle", [1000.0])),
         ("idle", None, lambda: None),  # a device that is not part of it
@@ -119,7 +119,7 @@ def test_of_two_steps_the_second_counts_and_with_peers_not_in_the_first_rounds(
         name: seconds for name, seconds in (("plan", ours), ("peer", theirs)) if seconds
     }
     met = ["barrier", "barrier"]  # all have ended what was before; all begin
-    assert clock.taken[:7] == [*met, "plan", *met, "plan", "settle"]
+    assert clock.taken[:10] == [*met, "plan", *met, "plan", *met, "plan", "settle"]
 
 
 def test_who_has_nothing_to_do_computes_until_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
