@@ -143,12 +143,9 @@ def test_who_has_nothing_to_do_computes_until_the_others_have_ended(monkeypatch:
     assert seen == [
         "barrier",
         "barrier",
-        *until_they_have,
-        *until_they_have,
+        *3 * until_they_have,
         "step",
-        "barrier",
-        "barrier",
-        "step",
+        *2 * ["barrier", "barrier", "step"],
     ]
 
 
