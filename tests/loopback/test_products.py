@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from manyhands.api import lower, make_worker, plan
 from manyhands.ir.geometry import Span, Tile
 from manyhands.ir.graph import Convolve, Mode
 from manyhands.ir.regions import with_ends
-from manyhands.runtime import parts, worker
+from manyhands.runtime import parts, products, worker
 from manyhands.runtime.inprocess import run_in_process
-from manyhands.runtime.products import APART
+from manyhands.runtime.products import APART, distance
 from manyhands.runtime.transport import Transport
 from manyhands.tracing.graphs import trace
 from manyhands.verifying import Outcome, compare, make_trial, reference, train
 
+LAST, FIRST = torch.channels_last, torch.contiguous_format
 IMAGES = torch.randn(4, 3, 18, 15, generator=torch.Generator().manual_seed(0))
 
 
@@ -47,7 +49,7 @@ def difference(model: nn.Module, strategy: str, num_devices: int) -> float:
 
     def work(device: str, transport: Transport) -> Outcome:
         mine = make_worker(traced, lowered, copy.deepcopy(model), device, transport)
-        mine.use_format(torch.channels_last)
+        mine.use_format(LAST)
         return train(mine, trial)
 
     outcomes = run_in_process(lowered.plan.devices, work)
@@ -62,12 +64,23 @@ def model() -> Block:
 
 
 @pytest.mark.parametrize(("strategy", "num_devices"), [("single", 1), ("rows", 2), ("rows", 3)])
-@pytest.mark.parametrize("chosen", [("line.0", "last"), ()], ids=["convolutions", "products"])
+@pytest.mark.parametrize("convolving", [True, False])
 def test_both_ways_train_as_torch_does(
-    model: Block, chosen: tuple[str, ...], strategy: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
+    model: Block, convolving: bool, strategy: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "faster_as_convolutions", lambda graph, territory: frozenset(chosen))
+    distances: list[tuple[int, int]] = []
+    conv2d = nn.functional.conv2d
+
+    def noted(x: Tensor, weight: Tensor, *words: Any) -> Tensor:
+        if weight.shape[2:] == (1, 1) and words[1] == (1, 1):
+            distances.append(words[3])
+        result: Tensor = conv2d(x, weight, *words)
+        return result
+
+    monkeypatch.setattr(worker, "convolutions_are_faster", lambda graph, territory: convolving)
+    monkeypatch.setattr(nn.functional, "conv2d", noted)
     assert difference(model, strategy, num_devices) < 1e-4
+    assert ((APART, APART) in distances) == convolving
 
 
 def test_taps_far_apart_go_to_the_library_of_convolutions() -> None:
@@ -82,25 +95,46 @@ def test_taps_far_apart_go_to_the_library_of_convolutions() -> None:
             called[apart] = {event.key for event in profiled.key_averages()}
     finally:
         torch.set_num_threads(threads)
-    assert not any("slow_conv" in name for name in called[APART])
-    if torch.backends.mkldnn.is_available() and any("slow_conv" in name for name in called[1]):
+    if torch.backends.mkldnn.is_available():
+        assert not any("slow_conv" in name for name in called[APART])
         assert any("mkldnn" in name for name in called[APART])
 
 
-def test_each_way_is_measured_and_channels_first_stay_products(model: Block) -> None:
+def test_a_small_single_sample_is_left_to_products() -> None:
+    """Torch takes a slow way for it where taps are apart."""
+    small, large = torch.empty(1, 16, 8, 8), torch.empty(1, 128, 16, 16)
+    assert distance(small, 1) == 1 and distance(small, 2) == distance(large, 1) == APART
+    assert distance(torch.empty(2, 16, 8, 8), 1) == APART
+
+
+@pytest.mark.parametrize(("seconds", "faster"), [((1.0, 0.5), True), ((1.0, 0.95), False)])
+def test_what_is_clearly_faster_is_chosen_and_channels_first_stay_products(
+    model: Block, seconds: tuple[float, float], faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(products, "_seconds", lambda *size: asked.append(size) or seconds)
     traced = trace(model, (IMAGES,))
     lowered = lower(traced.graph, plan(traced.graph, 1, "single"))
 
-    def work(device: str, transport: Transport) -> list[frozenset[str]]:
+    def work(device: str, transport: Transport) -> list[bool]:
         found = []
-        for order in (torch.contiguous_format, torch.channels_last):
+        for order, told in ((LAST, None), (FIRST, None), (LAST, True), (LAST, False)):
             mine = make_worker(traced, lowered, copy.deepcopy(model), device, transport)
-            mine.use_format(order)
-            found.append(mine.as_convolutions)
+            mine.use_format(order, told)
+            found.append(mine.convolving)
         return found
 
-    ((first, last),) = run_in_process(lowered.plan.devices, work).values()
-    assert first == frozenset() and last <= {"line.0", "last"}
+    (found,) = run_in_process(lowered.plan.devices, work).values()
+    assert found == [faster, False, True, False]
+    assert [size[:3] for size in asked] == [
+        ((32, 16, 1, 1), 1, (4, 18, 15)),
+        ((8, 16, 1, 1), 2, (4, 9, 8)),
+    ]
+
+
+def test_both_ways_are_really_measured() -> None:
+    seconds = products._seconds((8, 8, 1, 1), 1, (2, 4, 4), torch.get_num_threads())
+    assert len(seconds) == 2 and all(0 < each < 1 for each in seconds)
 
 
 def test_a_stride_over_the_last_rows_copies_no_gradient(

@@ -37,7 +37,6 @@ from manyhands.runtime.kernels import Function, Work, compute
 from manyhands.runtime.late import Job, Later, Parting
 from manyhands.runtime.norms import normalise
 from manyhands.runtime.parts import part
-from manyhands.runtime.products import APART
 from manyhands.runtime.statistics import follow, keep_sums, moments_of
 from manyhands.runtime.store import Buffer, Store
 from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
@@ -116,7 +115,7 @@ class Computing:
         self.unshared = {step.chunk: unshared_gradients(step, self.layers) for step in forwards}
         self.late = {step.chunk for step in program.steps if isinstance(step, Slope)}
         self.read_again = territory.read_again(program, self.layers)
-        self.as_convolutions: frozenset[str] = frozenset()  # of 1x1 ones; the others are products of matrices
+        self.convolving = False  # are 1x1 convolutions computed as such, and not as products of matrices?
         self.anchor = torch.zeros((), requires_grad=True)
         self.portions: dict[Forward | Rerun | Redo, tuple[Portion, ...]] = {}
 
@@ -192,7 +191,7 @@ class Computing:
             layer, tile, inputs, wanted, shapes, weights, function, self.seed, self.batch.step,
             again=run.again, unread=layer.name in run.unread and not mixed, later=self._later(layer, run),
             parting=None if mixed else self._parting(layer, run),
-            apart=APART if layer.name in self.as_convolutions else 1,
+            convolving=self.convolving and not mixed,
         )  # fmt: skip
         return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
 

@@ -41,6 +41,7 @@ from manyhands.runtime.late import Later, Parting, late_conv2d
 from manyhands.runtime.norms import settled
 from manyhands.runtime.parts import part
 from manyhands.runtime.pooling import adaptive_pool, pool
+from manyhands.runtime.products import distance, is_product
 from manyhands.runtime.resizing import resize
 from manyhands.runtime.unread import unread_conv2d
 
@@ -64,7 +65,7 @@ class Work:
     unread: bool = False  # a convolution of which only backward is wanted
     later: Later | None = None  # a convolution whose weights' gradients are left there
     parting: Parting | None = None  # a convolution of which some is computed first
-    apart: int = 1  # the dilation of filters with a single tap
+    convolving: bool = False  # 1x1 convolutions are not taken for products of matrices
 
     @property
     def own_function(self) -> Function:
@@ -164,7 +165,7 @@ def window_rows(slide: Slide, need: Span, span: Span) -> tuple[slice, int, int]:
 def convolve(work: Work, operation: Convolve) -> Tensor:
     (x,), (need,), tile = work.inputs, work.needs, work.tile
     slides = (operation.window.rows, operation.window.columns)
-    stride, dilation = (s.stride for s in slides), (s.dilation * work.apart for s in slides)
+    stride, dilation = tuple(s.stride for s in slides), tuple(s.dilation for s in slides)
     first, last = group_range(tile.spans[1], work.layer.shape[1], operation.groups)
     groups = last - first if operation.groups > 1 else 1
     weight, bias = work.weights["weight"], work.weights.get("bias")
@@ -176,8 +177,10 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
             x = _folded(
                 x, d, slide_need(slide, tile.spans[d]), need.spans[d], work.shapes[0][d], operation.mode
             )
-        y = conv2d(x, weight, bias, tuple(stride), (0, 0), tuple(dilation), groups)
+        y = conv2d(x, weight, bias, stride, (0, 0), dilation, groups)
         return _own_channels(y, work, operation.groups)
+    if work.convolving and is_product(operation):
+        dilation = (distance(x, groups),) * 2
     parts, before, after = zip(
         *(window_rows(s, need.spans[d], tile.spans[d]) for d, s in zip((2, 3), slides, strict=True)),
         strict=True,
@@ -188,7 +191,7 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
         x, even, skips = F.pad(x, (before[1], after[1], before[0], after[0])), (0, 0), (0, 0)
     if work.parting is not None:
         work.parting.skip = skips[0]
-    y = conv2d(x, weight, bias, tuple(stride), even, tuple(dilation), groups)
+    y = conv2d(x, weight, bias, stride, even, dilation, groups)
     inside = (slice(skip, skip + len(s)) for skip, s in zip(skips, tile.spans[2:], strict=True))
     return _own_channels(part(y, (slice(None), slice(None), *inside)), work, operation.groups)
 

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from manyhands.runtime.formats import order_of
+from manyhands.runtime.products import distance
 
 Pair = tuple[int, ...]
 FEW = 0.1  # of some rows: so many are rather computed too many than all that they read is copied
@@ -126,6 +127,8 @@ def _some_rows(
 ) -> Tensor:
     """Some rows of some samples of a convolution's result. Each of their windows touches the image."""
     step, reach = stride[0], dilation[0] * (weight.shape[2] - 1) + 1
+    if weight.shape[2:] == (1, 1):
+        dilation = (min(dilation[0], distance(x[samples, :, rows], groups)),) * 2
     start, stop = rows.start * step - padding[0], (rows.stop - 1) * step + reach - padding[0]
     above, below = max(-start, 0), max(stop - x.shape[2], 0)
     read = x[samples, :, max(start, 0) : min(stop, x.shape[2])]

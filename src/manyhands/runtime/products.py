@@ -1,4 +1,4 @@
-"""Which 1x1 convolutions are computed as convolutions.
+"""Which library computes 1x1 convolutions.
 
 With one thread and a small batch, torch (2.13) takes them for products of matrices and hands them to another
 library. On many processors that is half as fast, so both ways are measured, once in a process.
@@ -11,9 +11,10 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from manyhands.ir.geometry import Shape
-from manyhands.ir.graph import Convolve, Graph, Layer
+from manyhands.ir.graph import Convolve, Graph
 from manyhands.ir.territory import Territory
 
 # The distance between a filter's taps means nothing where there is only one, but with it torch asks the
@@ -21,47 +22,48 @@ from manyhands.ir.territory import Territory
 APART = 2
 MARGIN = 0.9  # it must take so little of the time: else luck would decide
 MOST_SAMPLES, MOST_ROWS, ROUNDS = 8, 28, 4  # with which both are measured
+SMALL = 20480  # numbers of a single sample, for which torch does not ask that library whatever the distance
 
 
-def faster_as_convolutions(graph: Graph, territory: Territory) -> frozenset[str]:
-    """Layers of this device that take less time so, with the channels last."""
-    return frozenset(
-        layer.name
-        for layer in graph.layers
-        if _is_product(layer)
-        and territory.computed[layer.name].numel
-        and _is_faster(*_size(layer, territory))
-    )
+def is_product(operation: Convolve) -> bool:
+    slides = (operation.window.rows, operation.window.columns)
+    return all(slide.kernel == slide.stride == 1 for slide in slides)
 
 
-def _is_product(layer: Layer) -> bool:
-    if not isinstance(layer.operation, Convolve) or layer.dtype != "float32":
-        return False
-    window = layer.operation.window
-    return all(slide.kernel == slide.stride == 1 for slide in (window.rows, window.columns))
+def distance(x: Tensor, groups: int) -> int:
+    """Between the taps of a filter with one, for the library of convolutions; 1 where it is not asked."""
+    return APART if len(x) > 1 or groups > 1 or x.numel() > SMALL else 1
 
 
-def _size(layer: Layer, territory: Territory) -> tuple[Shape, int, Shape]:
-    """Filters, groups, and samples with the rows and columns of a map."""
-    assert isinstance(layer.operation, Convolve)
-    samples, _, rows, columns = territory.computed[layer.name].shape
-    size = min(samples, MOST_SAMPLES), min(rows, MOST_ROWS), min(columns, MOST_ROWS)
-    return layer.parameters[0].shape, layer.operation.groups, size
+def convolutions_are_faster(graph: Graph, territory: Territory) -> bool:
+    """Do this device's 1x1 convolutions take less time as such, with the channels last?"""
+    seconds = [0.0, 0.0]
+    for layer in graph.layers:
+        operation, tile = layer.operation, territory.computed[layer.name]
+        if not isinstance(operation, Convolve) or not is_product(operation) or layer.dtype != "float32":
+            continue
+        if tile.numel:
+            samples, _, rows, columns = tile.shape
+            size = min(samples, MOST_SAMPLES), min(rows, MOST_ROWS), min(columns, MOST_ROWS)
+            times = samples * rows * columns / (size[0] * size[1] * size[2])
+            both = _seconds(layer.parameters[0].shape, operation.groups, size, torch.get_num_threads())
+            seconds = [total + times * each for total, each in zip(seconds, both, strict=True)]
+    return seconds[1] < MARGIN * seconds[0]
 
 
 @cache
-def _is_faster(filters: Shape, groups: int, size: Shape) -> bool:
-    """The best of a few rounds of forward and backward, both ways in turn."""
+def _seconds(filters: Shape, groups: int, size: Shape, threads: int) -> tuple[float, float]:
+    """As a product and as a convolution: the best of a few rounds of forward and backward, in turn."""
     samples, *rows_and_columns = size
     image = torch.ones(samples, filters[1] * groups, *rows_and_columns)
     image = image.contiguous(memory_format=torch.channels_last).requires_grad_()
     weight = torch.ones(filters).contiguous(memory_format=torch.channels_last).requires_grad_()
     # One thread's own clock does not see what else the machine does, so that does not decide.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    best = {1: float("inf"), APART: float("inf")}
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    best = [float("inf")] * 2
     for _ in range(ROUNDS):
-        for apart in best:
+        for way, apart in enumerate((1, distance(image, groups))):
             start = clock()
             F.conv2d(image, weight, groups=groups, dilation=apart).sum().backward()
-            best[apart] = min(best[apart], clock() - start)
-    return best[APART] < MARGIN * best[1]
+            best[way] = min(best[way], clock() - start)
+    return best[0], best[1]

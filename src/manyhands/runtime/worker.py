@@ -45,7 +45,7 @@ from manyhands.runtime.computing import Batch, Computing
 from manyhands.runtime.kernels import Function
 from manyhands.runtime.mail import Mail
 from manyhands.runtime.norms import measure
-from manyhands.runtime.products import faster_as_convolutions
+from manyhands.runtime.products import convolutions_are_faster
 from manyhands.runtime.statistics import correct
 from manyhands.runtime.transport import Transport
 from manyhands.runtime.weights import Weights, refuse_split_weights
@@ -79,12 +79,16 @@ class Worker(Computing):
             p.name for layer in used for p in layer.parameters
         }
 
-    def use_format(self, memory_format: torch.memory_format) -> None:
-        """Compute with tensors that lie in this order; to be called before an optimiser takes the weights."""
+    def use_format(self, memory_format: torch.memory_format, convolving: bool | None = None) -> None:
+        """Compute with tensors that lie in this order; to be called before an optimiser takes the weights.
+
+        `convolving`: 1x1 convolutions with the channels last are computed as such; None: if that is faster.
+        """
         assert self.optimiser is None, "choose the format before the optimiser takes the weights"
         self.store.memory_format = memory_format
-        if memory_format is torch.channels_last:
-            self.as_convolutions = faster_as_convolutions(self.graph, self.territory)
+        if convolving is None and memory_format is torch.channels_last:
+            convolving = convolutions_are_faster(self.graph, self.territory)
+        self.convolving = bool(convolving)
         self.weights.arrange(memory_format)
 
     def step(self, *batches: Batch | Callable[[], Batch]) -> float | None:

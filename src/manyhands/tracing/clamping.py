@@ -64,6 +64,8 @@ def copying_nothing(graph: Graph, clamps: dict[str, Clamp]) -> dict[str, Clamp]:
         name: clamp
         for name, clamp in clamps.items()
         if name in layers
+        and layers[name].dtype
+        in ("float32", "float64")  # torch compares others with ends in single precision
         and name not in graph.outputs
         and all(isinstance(layers[reader].operation, _READS_ONLY) for reader in readers[name])
     }

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -312,3 +313,12 @@ def _require_file(path: Path, expected: FileFacts) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def orders(notes: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Of each device: were channels last, and were 1x1 convolutions computed as such? Sums depend on it.
+
+    Older checkpoints do not say the second: they were products.
+    """
+    last = notes["channels_last"]
+    return list(zip(last, notes.get("convolving", [False] * len(last)), strict=True))

@@ -56,7 +56,7 @@ class Agreed:
     plan: Plan
     facts: Facts
     start: int  # the first step to take
-    channels_last: dict[str, bool]  # by device, if that was decided: the order of sums follows from it
+    orders: dict[str, tuple[bool, bool]]  # by device, if decided: channels last, 1x1 convolutions as such
 
 
 class Runner:
@@ -78,21 +78,20 @@ class Runner:
         )
         self.loss = make_loss(self.job.loss, self.facts.anchors, len(self.facts.class_names) or 1)
         self.trainer = self._trainer()
-        self.channels_last: list[JsonValue] = [
-            bool(last) for last in self._everyone([int(self.trainer.channels_last or 0)])
-        ]
+        decided = self.trainer.channels_last, self.trainer.worker.convolving
+        self.orders = [[bool(told) for told in self._everyone([int(own or 0)])] for own in decided]
         self.sent_before, self.step_bytes = self.transport.sent_bytes, 0
 
     def _agree(self, run: Run) -> Agreed:
         """The first device tells the others what it was told."""
         if self.is_first:
             assert run.plan is not None and run.facts is not None
-            start, decided = 0, dict[str, bool]()
+            start, orders = 0, dict[str, tuple[bool, bool]]()
             if self.stored is not None:
                 start, notes = self.stored.manifest.step, self.stored.manifest.notes
                 if notes.get("devices") == list(self.place.devices):
-                    decided = dict(zip(self.place.devices, notes["channels_last"], strict=True))  # type: ignore[arg-type]
-            agreed = Agreed(run.plan, run.facts, start, decided)
+                    orders = dict(zip(self.place.devices, checkpoints.orders(notes), strict=True))
+            agreed = Agreed(run.plan, run.facts, start, orders)
             for other in self.place.devices[1:]:
                 send_packet(self.transport, Packet(encode(agreed), ()), other)
             return agreed
@@ -104,8 +103,8 @@ class Runner:
         if mixed is not None:
             require_bfloat16(self.device)
         model = preparing.build_model(job, self.facts)
-        decided = self.agreed.channels_last.get(self.device)
-        settings = Settings(self.loss, job.seed, job.clip, mixed, Feed(job.feed), decided)
+        order = self.agreed.orders.get(self.device, (None, None))
+        settings = Settings(self.loss, job.seed, job.clip, mixed, Feed(job.feed), *order)
         trainer = Trainer(
             model, (preparing.example(job),), self.agreed.plan, self.transport, self.device, settings
         )
@@ -337,7 +336,8 @@ class Runner:
             notes=preparing.sample_stream(job, self.facts)
             | {
                 "devices": list(self.place.devices),
-                "channels_last": list(self.channels_last),
+                "channels_last": list[JsonValue](self.orders[0]),
+                "convolving": list[JsonValue](self.orders[1]),
             },
         )
         folder = Path(job.folder or ".") / "checkpoints"

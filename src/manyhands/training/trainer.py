@@ -43,6 +43,7 @@ class Settings:
     mixed: torch.dtype | None = None  # convolutions and linear layers compute in this type
     feed: Feed = Feed.REPLICATED
     channels_last: bool | None = None  # None: whichever is faster here, measured now
+    convolving: bool | None = None  # are 1x1 convolutions computed as such? The same
 
 
 class Whole(dict[str, Tensor]):
@@ -87,7 +88,8 @@ class Trainer:
         if self.channels_last is None:
             faster = faster_format(traced.graph, self.worker.territory, _type(traced.graph))
             self.channels_last = faster is torch.channels_last
-        self.worker.use_format(torch.channels_last if self.channels_last else torch.contiguous_format)
+        order = torch.channels_last if self.channels_last else torch.contiguous_format
+        self.worker.use_format(order, settings.convolving)
         self.worker.seed, self.worker.clip_norm = settings.seed, settings.clip_norm
         self.worker.mixed = settings.mixed
         self.feeding = feed_plan(self.lowered, settings.feed)
@@ -177,6 +179,7 @@ class Trainer:
                 traced.graph, program, territory, weights, traced.functions, traced.inplace, self.transport
             )
             self._evaluator.store.memory_format = self.worker.store.memory_format
+            self._evaluator.convolving = self.worker.convolving
             self._evaluator.mixed = self.settings.mixed
             self._cover(lowered)
         return self._evaluator
