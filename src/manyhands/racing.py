@@ -33,6 +33,7 @@ from manyhands.peers import PEERS, Arena, Step
 from manyhands.planning.explaining import spent_by_kind
 from manyhands.profiling.device import busy
 from manyhands.runtime.allocator import KEEPING
+from manyhands.runtime.formats import arranged
 from manyhands.runtime.ranks import Event, Place, launch, say
 from manyhands.runtime.worker import Worker
 from manyhands.tasks import connect, examples, random_inputs
@@ -124,7 +125,9 @@ def _plans(given: RaceJob, place: Place, workers: dict[str, Worker]) -> list[Con
             continue
         part = Part(traced, plan, place.device, job)
         worker = workers[name] = part.worker(Worker, gloo)
-        found.append((name, partial(worker.step, part.batch()), worker.mail.settle))
+        batch = part.batch()  # arranged before, as images of the peer with the channels last are
+        batch.inputs = [arranged(tensor, part.memory_format) for tensor in batch.inputs]
+        found.append((name, partial(worker.step, batch), worker.mail.settle))
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manyhands.ir.choices import unread_convolutions, unshared_gradients
-from manyhands.ir.geometry import Tile, rest_of
+from manyhands.ir.geometry import Shape, Tile, rest_of
 from manyhands.ir.graph import (
     BatchNorm,
     Convolve,
@@ -19,6 +19,7 @@ from manyhands.ir.graph import (
     Input,
     Layer,
     Linear,
+    Parameter,
     Pointwise,
     Statistic,
 )
@@ -43,6 +44,7 @@ from manyhands.runtime.tape import Box, Root, Source, Tape, last_uses
 from manyhands.runtime.weights import Weights
 
 LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
+Geometry = tuple[Tile, tuple[Shape, ...], tuple[tuple[Parameter, Tile], ...], tuple[Tile, ...]]
 PartFunction = Callable[[Tensor, Tile, Tile], Tensor]  # of a part of the output, where it lies, and the whole
 
 
@@ -117,6 +119,7 @@ class Computing:
         self.read_again = territory.read_again(program, self.layers)
         self.convolving = False  # are 1x1 convolutions computed as such, and not as products of matrices?
         self.anchor = torch.zeros((), requires_grad=True)
+        self.geometry: dict[str, Geometry] = {}
         self.portions: dict[Forward | Rerun | Redo, tuple[Portion, ...]] = {}
 
     # ---- forward -------------------------------------------------------------------------------------
@@ -170,13 +173,11 @@ class Computing:
         self.store.values[key][tile.within(whole)] = result
 
     def _compute(self, layer: Layer, run: Run) -> Tensor:
-        tile = run.region(layer.name, self.territory.computed[layer.name])
-        shapes = tuple(self.layers[n].shape for n in layer.inputs)
-        pieces = parameter_tiles(layer, tile)
+        tile, shapes, pieces, wanted = self._geometry(layer, run)
         weights = {p.role: self.weights.piece(p.name, t) for p, t in pieces}
         if layer.name in self.territory.exchanges:
             return self._statistic(layer, run, weights)
-        pairs = zip(layer.inputs, needs(layer, tile, shapes), strict=True)
+        pairs = zip(layer.inputs, wanted, strict=True)
         read = [self._read(source, need, layer, run) for source, need in pairs]
         inputs, wanted = tuple(tensor for tensor, _ in read), tuple(need for _, need in read)
         function = self.functions.get(layer.name)
@@ -194,6 +195,20 @@ class Computing:
             convolving=self.convolving and not mixed,
         )  # fmt: skip
         return compute(work).to(self.store.dtype(layer.name)) if mixed else compute(work)
+
+    def _geometry(self, layer: Layer, run: Run) -> Geometry:
+        """What is computed of a layer, its inputs' shapes, and what that takes of its weights and inputs.
+
+        It is the same in every step.
+        """
+        known = self.geometry.get(layer.name) if run.portion is None else None
+        if known is None:
+            tile = run.region(layer.name, self.territory.computed[layer.name])
+            shapes = tuple(self.layers[name].shape for name in layer.inputs)
+            known = tile, shapes, tuple(parameter_tiles(layer, tile)), needs(layer, tile, shapes)
+            if run.portion is None:
+                self.geometry[layer.name] = known
+        return known
 
     def _later(self, layer: Layer, run: Run) -> Later | None:
         """Where the gradients of a convolution's weights are left, if they are."""
