@@ -71,6 +71,11 @@ class Convolve:
     groups: int
     mode: Mode = Mode.CONSTANT
 
+    @property
+    def is_product(self) -> bool:
+        """1x1 and without a stride: a product of matrices."""
+        return all(slide.kernel == slide.stride == 1 for slide in (self.window.rows, self.window.columns))
+
 
 @dataclass(frozen=True, slots=True)
 class Deconvolve:

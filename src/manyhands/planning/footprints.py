@@ -58,7 +58,7 @@ def forward_workspace(
     """Blocks at the worst moment of a layer's forward, besides its inputs and its result."""
     read = 0 if _reads_image(layer) else input_bytes
     match layer.operation:
-        case Convolve() if _is_product(layer) and not channels_last:
+        case Convolve() if layer.operation.is_product and not channels_last:
             return ()
         case Convolve() | Deconvolve() if channels_last:
             return (filter_bytes,)
@@ -76,7 +76,7 @@ def backward_workspace(
     """Blocks at the worst moment of a layer's backward, besides what it keeps and the gradients it makes."""
     read = 0 if _reads_image(layer) else input_bytes
     match layer.operation:
-        case Convolve() if _is_product(layer) and not channels_last:
+        case Convolve() if layer.operation.is_product and not channels_last:
             return ()
         case Convolve() | Deconvolve() if channels_last:
             return filter_bytes, filter_bytes
@@ -84,12 +84,6 @@ def backward_workspace(
             return max((read, result_bytes), (filter_bytes,), key=sum)
         case _:
             return ()
-
-
-def _is_product(layer: Layer) -> bool:
-    assert isinstance(layer.operation, Convolve)
-    window = layer.operation.window
-    return all(slide.kernel == slide.stride == 1 for slide in (window.rows, window.columns))
 
 
 def _reads_image(layer: Layer) -> bool:

@@ -205,7 +205,7 @@ class Computing:
         if known is None:
             tile = run.region(layer.name, self.territory.computed[layer.name])
             shapes = tuple(self.layers[name].shape for name in layer.inputs)
-            known = tile, shapes, tuple(parameter_tiles(layer, tile)), needs(layer, tile, shapes)
+            known = tile, shapes, parameter_tiles(layer, tile), needs(layer, tile, shapes)
             if run.portion is None:
                 self.geometry[layer.name] = known
         return known

@@ -41,7 +41,7 @@ from manyhands.runtime.late import Later, Parting, late_conv2d
 from manyhands.runtime.norms import settled
 from manyhands.runtime.parts import part
 from manyhands.runtime.pooling import adaptive_pool, pool
-from manyhands.runtime.products import distance, is_product
+from manyhands.runtime.products import distance
 from manyhands.runtime.resizing import resize
 from manyhands.runtime.unread import unread_conv2d
 
@@ -179,7 +179,7 @@ def convolve(work: Work, operation: Convolve) -> Tensor:
             )
         y = conv2d(x, weight, bias, stride, (0, 0), dilation, groups)
         return _own_channels(y, work, operation.groups)
-    if work.convolving and is_product(operation):
+    if work.convolving and operation.is_product:
         dilation = (distance(x, groups),) * 2
     parts, before, after = zip(
         *(window_rows(s, need.spans[d], tile.spans[d]) for d, s in zip((2, 3), slides, strict=True)),

@@ -25,11 +25,6 @@ MOST_SAMPLES, MOST_ROWS, ROUNDS = 8, 28, 4  # with which both are measured
 SMALL = 20480  # numbers of a single sample, for which torch does not ask that library whatever the distance
 
 
-def is_product(operation: Convolve) -> bool:
-    slides = (operation.window.rows, operation.window.columns)
-    return all(slide.kernel == slide.stride == 1 for slide in slides)
-
-
 def distance(x: Tensor, groups: int) -> int:
     """Between the taps of a filter with one, for the library of convolutions; 1 where it is not asked."""
     return APART if len(x) > 1 or groups > 1 or x.numel() > SMALL else 1
@@ -40,7 +35,7 @@ def convolutions_are_faster(graph: Graph, territory: Territory) -> bool:
     seconds = [0.0, 0.0]
     for layer in graph.layers:
         operation, tile = layer.operation, territory.computed[layer.name]
-        if not isinstance(operation, Convolve) or not is_product(operation) or layer.dtype != "float32":
+        if not isinstance(operation, Convolve) or not operation.is_product or layer.dtype != "float32":
             continue
         if tile.numel:
             samples, _, rows, columns = tile.shape

@@ -25,6 +25,7 @@ from manyhands.ir.graph import (
 )
 
 Clamp = Callable[[Sequence[Tensor], dict[str, Tensor]], Tensor]
+_COMPARED_AS_THEY_ARE = ("float32", "float64")  # of others torch rounds the ends in forward alone
 _READS_ONLY = (BatchNorm, Concatenate, Convolve, Deconvolve, GroupNorm, Linear, Mean, Pool)
 
 
@@ -64,8 +65,7 @@ def copying_nothing(graph: Graph, clamps: dict[str, Clamp]) -> dict[str, Clamp]:
         name: clamp
         for name, clamp in clamps.items()
         if name in layers
-        and layers[name].dtype
-        in ("float32", "float64")  # torch compares others with ends in single precision
+        and layers[name].dtype in _COMPARED_AS_THEY_ARE
         and name not in graph.outputs
         and all(isinstance(layers[reader].operation, _READS_ONLY) for reader in readers[name])
     }
